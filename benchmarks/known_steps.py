@@ -1,6 +1,6 @@
 """Predicted times to first token against engines whose steps last a known time, in virtual time.
 
-    python -m benchmarks.known_steps [--seeds 3] [--laws default fast ...] [--states light ...]
+    python -m benchmarks.known_steps [--seeds 3] [--laws default fast ...] [--states light ...] [--exact]
 
 Engines schedule as vLLM does: each step gives running requests their next tokens within a budget, then admits
 waiting ones in chunks. A step lasts what its ``Law`` says, so what is measured is the router's model and not
@@ -23,11 +23,12 @@ from typing import NamedTuple
 import msgspec
 
 from kvatlas.router.placement.candidate import Candidate, Hit, PolicySettings
-from kvatlas.router.placement.cost import choose
+from kvatlas.router.placement.cost import Choice, ScoredCandidates, choose
 from kvatlas.router.placement.first_token import FirstTokenErrors
 from kvatlas.router.placement.load import LoadAccount, Ticket
 from kvatlas.router.placement.others import NO_OTHERS
 from kvatlas.router.placement.rates import FleetRates
+from kvatlas.router.placement.service_level import level_met
 from kvatlas.router.placement.wait_limit import late_first_token
 
 GAUGES_S = 1.0
@@ -88,6 +89,9 @@ class Step(NamedTuple):
 class KnownEngine:
     """Continuous batching in the order of arrival; the rig tells the time."""
 
+    exact = False
+    """Whether its twin predicts, and not the router's model."""
+
     def __init__(self, law: Law) -> None:
         self.law = law
         self.waiting: deque[Asked] = deque()
@@ -96,6 +100,7 @@ class KnownEngine:
         self.left_s = 0.0
         """Of the running step, when ``alone_s`` is asked."""
         self._steps: deque[Step] = deque()
+        self._stepping = False
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -111,10 +116,12 @@ class KnownEngine:
         """Begin a step; its seconds."""
         while len(self._steps) <= self.law.ahead:
             self._steps.append(self._schedule())
+        self._stepping = True
         return self._steps[0].seconds
 
     def end_step(self) -> list[Asked]:
         """The requests with a new token."""
+        self._stepping = False
         gives = self._steps.popleft().gives
         for one in gives:
             one.given += 1
@@ -128,12 +135,12 @@ class KnownEngine:
         twin._steps.extend(
             Step(step.seconds, [copies[id(one)] for one in step.gives]) for step in self._steps
         )
-        twin.works, twin.left_s = self.works, self.left_s
+        twin._stepping, twin.left_s = self._stepping, self.left_s
         return twin._first_s(_copy(asked))
 
     def _first_s(self, asked: Asked) -> float:
         self.add(asked)
-        spent_s, ends_s = 0.0, self.left_s if self.works else self.begin_step()
+        spent_s, ends_s = 0.0, self.left_s if self._stepping else self.begin_step()
         while True:
             spent_s += ends_s
             self.end_step()
@@ -168,6 +175,12 @@ class KnownEngine:
             self.running = [one for one in self.running if one.given < one.answer]
 
 
+class ExactEngine(KnownEngine):
+    """Predictions know all but what comes later: no model can be better."""
+
+    exact = True
+
+
 def token_seconds(law: Law, tokens: int, computed: int) -> float:
     """Seconds of these tokens of one request, after ``computed`` of it."""
     return law.token_s * tokens + law.context_s * tokens * (computed + tokens / 2)
@@ -193,6 +206,8 @@ class Rig:
         self.answered: list[Asked] = []
         self.target_s = math.inf
         """For the first token; requests that are predicted to miss it are refused."""
+        self.uncached_tokens = 0
+        """Of the request at hand."""
         self.refused: list[Asked] = []
         """``measured_s``: if they had been accepted, and none after them."""
         self.ends_s = [0.0] * engines
@@ -226,18 +241,39 @@ class Rig:
             )
         return found
 
+    def level_s(self, scored: ScoredCandidates, index: int, order: object = None) -> tuple[float, float]:
+        """Predicted seconds of the request at hand, and the margin (``Predicting``)."""
+        chosen, account, tokens = scored.candidates[index], self.loads[index], self.uncached_tokens
+        work = account.asked(self.now, tokens, scored.prompt_tokens, chosen.running)
+        return sum(account.rates.model.seconds(work)), self.errors[index].margin_s or 0.0
+
+    def place(self, asked: Asked) -> tuple[int, Choice]:
+        """The engine by cost, of those that are predicted to make the target if any is."""
+        candidates, key = self.candidates(asked), next(self._order)
+        choice = choose(candidates, asked.prompt, POLICY, prompt_key=key)
+        if self.target_s == math.inf:
+            return choice.index, choice
+        self.uncached_tokens = choice.uncached_tokens
+        met = level_met(choice, [self] * len(candidates), self.target_s)
+        if met is None or not any(met):
+            return choice.index, choice
+        places = [at for at, good in enumerate(met) if good]
+        choice = choose([candidates[at] for at in places], asked.prompt, POLICY, prompt_key=key)
+        return places[choice.index], choice
+
     def ask(self, asked: Asked) -> None:
         """Place a request."""
-        candidates = self.candidates(asked)
-        choice = choose(candidates, asked.prompt, POLICY, prompt_key=next(self._order))
-        chosen, account = candidates[choice.index], self.loads[choice.index]
+        at, choice = self.place(asked)
+        chosen, account, engine = choice.candidate, self.loads[at], self.engines[at]
         work = account.asked(self.now, choice.uncached_tokens, asked.prompt, chosen.running)
-        asked.engine, asked.at_s = choice.index, self.now
+        asked.engine, asked.at_s = at, self.now
         parts = account.rates.model.seconds(work)
         asked.predicted_s = sum(parts)
-        engine = self.engines[choice.index]
-        if late_first_token(asked.predicted_s, parts[0], self.target_s) is not None:
-            engine.left_s = max(0.0, self.ends_s[choice.index] - self.now)
+        engine.left_s = max(0.0, self.ends_s[at] - self.now)
+        if engine.exact:
+            asked.predicted_s = engine.alone_s(asked)
+        margin_s = self.errors[at].margin_s
+        if late_first_token(asked.predicted_s, parts[0], self.target_s, margin_s) is not None:
             asked.measured_s = engine.alone_s(asked)
             self.refused.append(asked)
             return
@@ -251,7 +287,7 @@ class Rig:
         )
         engine.add(asked)
         if not engine.works:
-            self._begin(choice.index)
+            self._begin(at)
 
     def _begin(self, at: int) -> None:
         engine = self.engines[at]
@@ -308,6 +344,11 @@ def chats(rng: random.Random) -> Asked:
     """Chats with 100 to 480 new tokens."""
     cached = rng.choice((0, _blocks(rng.randint(100, 4000))))
     return Asked(cached + rng.randint(100, 480), cached, rng.randint(20, 150))
+
+
+def short(rng: random.Random) -> Asked:
+    """Chats with short answers, none of it cached: engines do little but prefills."""
+    return Asked(rng.randint(100, 480), 0, rng.randint(2, 8))
 
 
 def cached(rng: random.Random) -> Asked:
@@ -390,6 +431,7 @@ STATES = {
     "light": State(lambda rig: arrivals(rig, mixed, 0.25)),
     "medium": State(lambda rig: arrivals(rig, mixed, 0.5)),
     "saturated": State(lambda rig: closed(rig, mixed, 32)),
+    "short answers": State(lambda rig: closed(rig, short, 8)),
     "chats": State(lambda rig: arrivals(rig, chats, 0.5)),
     "twice slower": State(lambda rig: arrivals(rig, mixed, 0.25), slower=2.0, first=25, answers=100),
     "twice faster": State(lambda rig: arrivals(rig, mixed, 0.25), slower=0.5, first=25, answers=100),
@@ -522,9 +564,13 @@ def arguments(parser: argparse.ArgumentParser, seeds: int, laws: Sequence[str]) 
 
 
 def main() -> None:
-    args = arguments(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]), 3, list(LAWS))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--exact", action="store_true", help="predict by a twin of the engine: the best there is"
+    )
+    args = arguments(parser, 3, list(LAWS))
     print(HEAD)
-    for row in rows(args.laws, args.states, args.seeds):
+    for row in rows(args.laws, args.states, args.seeds, ExactEngine if args.exact else KnownEngine):
         print(line(row), flush=True)
 
 

@@ -286,7 +286,8 @@ class Planner:
             parts = decision.first_token()
         if parts is not None:
             wait_s, by_level = queued_s + parts.queue_s + parts.pages_s, True
-            refused = late_first_token(queued_s + parts.total_s, wait_s, left_s)
+            margin_s = decision.engine.first_tokens.margin_s
+            refused = late_first_token(queued_s + parts.total_s, wait_s, left_s, margin_s)
         if refused is None or not by_level:
             return refused
         return msgspec.structs.replace(refused, level_s=claim.level_s)

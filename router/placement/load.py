@@ -386,6 +386,7 @@ class LoadAccount:
             work.waits,
             work.begun_s,
             work.batch_tokens,
+            self._sent_tokens > self._computed_tokens,
         )
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:

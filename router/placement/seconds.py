@@ -64,6 +64,8 @@ class FirstTokenWork(msgspec.Struct, frozen=True, gc=False):
     waits: float = 0.0
     begun_s: float = 0.0
     batch_tokens: float = 0.0
+    joined: bool = False
+    """Once it is done: other prompts were not, and may yet come from the same step."""
 
 
 class SpeedParts(NamedTuple):
@@ -150,6 +152,7 @@ class FirstTokenModel:
 
     __slots__ = (
         "_all_until",
+        "_before",
         "_closed",
         "_cov",
         "_down",
@@ -178,6 +181,8 @@ class FirstTokenModel:
         self._usual: SpeedParts | None = None
         # Mean of the latest errors of the model, and time of the last one.
         self._lately, self._last_s = 0.0, -math.inf
+        # A first token that may not be the last one of its step.
+        self._before: tuple[FirstTokenWork, float, float] | None = None
         self._closed = False
         self._all_until = _ALL_FOR
         self.samples = 0
@@ -201,9 +206,23 @@ class FirstTokenModel:
         return (queue_s if queue_s > 0.0 else 0.0) + work.ahead_load_s, prefill_s, engine_s  # noqa: FURB136
 
     def observe(self, work: FirstTokenWork, service_s: float, now: float) -> None:
-        """Learn from one first token, ``service_s`` after the engine was asked."""
+        """Learn from one first token, ``service_s`` after the engine was asked.
+
+        Those of one step were late for each other's tokens, and only the last one knows of all: it is
+        learned from, once a later step's shows that it was the last."""
         if not self._value:
             self._begin()
+        if self.guessed:
+            self._learn(work, service_s, now)
+            return
+        before, self._before = self._before, (work, service_s, now)
+        if before is not None and now - before[2] >= min(self._value[0], _SAME_STEP_S):
+            self._learn(*before)
+        if not work.joined:
+            self._before = None
+            self._learn(work, service_s, now)
+
+    def _learn(self, work: FirstTokenWork, service_s: float, now: float) -> None:
         measured_s = service_s if service_s > 1e-4 else 1e-4  # noqa: FURB136
         expected_s = _expected_s(self._value, work)
         if self._watch(work, measured_s, expected_s, now):
@@ -268,12 +287,9 @@ class FirstTokenModel:
         """Look for a change of speed since the model was last known to hold. Returns whether the model was
         scaled."""
         usual, value, before = self._usual, self._value, self._lately
-        same_step, now_error = (
-            now - self._last_s < min(value[0], _SAME_STEP_S),
-            math.log(measured_s / expected_s),
-        )
+        now_error = math.log(measured_s / expected_s)
         if self.guessed:
-            if same_step:
+            if now - self._last_s < min(value[0], _SAME_STEP_S):
                 return False
             self._lately = now_error
             # Of a guess that is far off, the proportions may still hold.
@@ -290,8 +306,6 @@ class FirstTokenModel:
         # The model itself follows a change soon, so that its own errors would end before they are many.
         now_error = min(max(now_error, -_FACTOR_MAX), _FACTOR_MAX)
         self._lately = before + _LATELY_NEWS * (now_error - before)
-        if same_step:
-            return False
         error = min(max(math.log(measured_s / _expected_s(usual, work)), -_FACTOR_MAX), _FACTOR_MAX)
         counted, slack = min(max(error, -_ERROR_MAX), _ERROR_MAX), _SLACK + 0.5 * self._noise
         found, sign = _NOT_BEGUN, 1.0

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from kvatlas.router.fleet.engines import EngineId
 from kvatlas.router.placement.candidate import Candidate
 from kvatlas.router.placement.cost import Choice, ScoredCandidates
-from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.engine_order import EngineOrder
 from kvatlas.router.placement.first_token import SloStats
 from kvatlas.router.placement.fleet_values import Candidates, columns
+
+if TYPE_CHECKING:
+    from kvatlas.router.placement.engine import Engine
 
 Pick = Callable[[Sequence[Candidate]], Choice]
 """The policy's choice among some engines; raises ``ValueError`` without any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.known_steps import LAWS, STATES, overload, run, shares
+from benchmarks.known_steps import LAWS, STATES, State, closed, overload, run, shares, short
 from kvatlas.router.placement.seconds import FirstTokenWork
 
 # Within 10 % and within 25 %.
@@ -14,6 +14,7 @@ TARGETS = {
     "light": (0.7, 0.9),
     "medium": (0.5, 0.9),
     "saturated": (0.4, 0.8),
+    "short answers": (0.5, 0.8),
     "chats": (0.5, 0.9),
     "twice slower": (0.5, 0.85),
     "twice faster": (0.5, 0.85),
@@ -65,10 +66,18 @@ def test_a_change_of_speed_is_seen_where_it_is(law: str, state: str) -> None:
             assert own_s / other_s == pytest.approx(STATES[state].slower, rel=0.5)
 
 
+@pytest.mark.parametrize("law", ["default", "ahead"])
+def test_tokens_that_share_a_step_are_not_learned_twice(law: str) -> None:
+    """Six prompts in each step: the first was as late as all, and does not know of those behind it."""
+    rig, _ = run(State(lambda rig: closed(rig, short, 32)), LAWS[law], 0)
+    for account in rig.loads:
+        assert account.rates.model.parts.prefill_s_per_token == pytest.approx(LAWS[law].token_s, rel=0.05)
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_service_levels_hold_at_overload_and_those_refused_would_have_missed_them(law: str) -> None:
     """Refused requests are run on a twin of their engine, with none after them."""
     found = overload(LAWS[law], range(4))
     assert found.refused > 100
-    assert found.met >= 0.94, found
+    assert found.met >= 0.94, found  # an exact twin's predictions have 0.94
     assert found.missed >= (0.7 if law in CHANCE and law != "fast" else 0.8), found

@@ -128,6 +128,14 @@ def test_a_prompt_too_long_for_its_target_is_refused_only_where_it_waits() -> No
     assert hopeless.excess_s == pytest.approx(0.5), "until the engine is idle"
 
 
+def test_what_is_refused_follows_the_present_errors() -> None:
+    """A first token is late by chance more than early: a part of the margin is expected."""
+    assert late_first_token(0.9, 0.5, 1.0, 0.4) is None
+    refused = late_first_token(0.9, 0.5, 1.0, 2.0)
+    assert refused is not None
+    assert refused.target_s == pytest.approx(0.2)
+
+
 def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> None:
     """A decision hands the load of the others to the queue, which counts it for a second."""
     now = [100.0]
