@@ -7,6 +7,7 @@ stand-ins where a page names what is not here: ``vllm`` is the simulated engine 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -171,7 +172,8 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._to.close()
+        with contextlib.suppress(BrokenPipeError):  # of what a shell that has ended was still given
+            self._to.close()
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
