@@ -69,7 +69,7 @@ class Window(msgspec.Struct):
 
 def fitting(draft: Draft) -> list[str]:
     """Faults that this draft's engines can have."""
-    left_out = {"join", "core", "api_server", *REDIS_FAULTS}
+    left_out = {"join", "core", "api_server", "rollout", *REDIS_FAULTS}
     if draft.kind in ("pd", "sglang"):
         left_out |= {"other_model"}
     if len({one["max_model_len"] for one in draft.engines}) > 1:

@@ -27,6 +27,13 @@ def test_a_plan_is_that_of_its_seed_and_its_file_is_the_same_plan(kind: str) -> 
         assert again.faults == plan.faults
 
 
+def test_a_rollout_is_in_plans_of_its_own_only() -> None:
+    """It stops and begins each engine, which other faults may have stopped."""
+    drawn = {fault.kind for seed in range(300) for fault in kinds.draw(seed).faults}
+    assert {"die", "drain", "redis_stop"} <= drawn
+    assert "rollout" not in drawn
+
+
 def test_seeds_take_turns_through_all_kinds() -> None:
     assert {kinds.draw(seed).kind for seed in range(len(kinds.KINDS))} == set(kinds.KINDS)
 
