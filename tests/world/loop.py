@@ -185,8 +185,10 @@ class VirtualLoop(_Base):
                 handle.cancel()
 
     def is_killed(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the task belonged to a killed process."""
-        return task in self._kept
+        """Whether the task belonged to a killed process, or was cancelled and will not hear of it: the router
+        makes tasks of requests without the loop, and calls of a killed process are dropped."""
+        waits_for: Any = task._fut_waiter  # type: ignore[attr-defined]
+        return task in self._kept or bool(self.killed and waits_for is not None and waits_for.cancelled())
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **options)
