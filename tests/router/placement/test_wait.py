@@ -128,7 +128,7 @@ def test_a_prompt_too_long_for_its_target_is_refused_only_where_it_waits() -> No
     assert hopeless.excess_s == pytest.approx(0.5), "until the engine is idle"
 
 
-def test_what_is_refused_follows_the_present_errors() -> None:
+def test_refusals_follow_the_present_errors() -> None:
     """A first token is late by chance more than early: a part of the margin is expected."""
     assert late_first_token(0.9, 0.5, 1.0, 0.4) is None
     refused = late_first_token(0.9, 0.5, 1.0, 2.0)
