@@ -73,10 +73,11 @@ class ProxySettings(ClientSettings, frozen=True):
     """Seconds for which a request is remembered that was on an engine when it died: no engine gets it before
     that one is known to be back or has left the fleet, and after two deaths none at all. 0: any engine gets
     it at once. Raise it to the time in which an engine restarts."""
-    continue_streams: bool = False
+    continue_streams: bool = True
     """Let chat and completion streams that break go on from another engine, unseen by the client. Engines are
     asked for token ids, which are taken out of the answers again. A client opts out by
-    `x-kvatlas-continue: off`. Switch it on where long answers must outlive their engines."""
+    `x-kvatlas-continue: off`. Switch it off where the ids of a prompt, 3 to 7 bytes per token, are too much
+    for the network between engine and router."""
     move_drained_s: float = 0.0
     """Seconds after an engine is drained or held, by which its streams have gone on from other engines
     (`continue_streams`), those first that are not predicted to end by then. 0: only a drain's own deadline

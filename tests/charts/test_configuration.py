@@ -234,7 +234,7 @@ async def test_pods_that_end_one_after_another_lose_no_stream(tmp_path: Path) ->
     """Streams of 16 s, and pods whose grace period is 6 s."""
     values = {
         **MINIMAL,
-        "engines": {"selector": {"app": "vllm"}, "continueStreams": True},
+        "engines": {"selector": {"app": "vllm"}},
         "model": {"tokenizer": {"existingClaim": "models", "path": "demo"}},
     }
     slow = {"decode_s_per_token": 0.04, "num_blocks": 4096}

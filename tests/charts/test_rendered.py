@@ -286,14 +286,11 @@ def test_a_stopping_router_has_time_for_its_streams() -> None:
 
 def test_streams_leave_an_engine_before_its_pod_is_killed() -> None:
     drain = {"seconds": 25, "gracePeriodSeconds": 30}
-    rendered = Rendered({"engines": {"selector": {"a": "b"}, "continueStreams": True, "drain": drain}})
-    assert rendered.config["proxy"] == {"continue_streams": True, "move_drained_s": 25}
+    rendered = Rendered({"engines": {"selector": {"a": "b"}, "drain": drain}})
+    assert rendered.config["proxy"] == {"move_drained_s": 25}
     assert "proxy" not in Rendered(MINIMAL).config
-    own = {
-        "engines": {"selector": {"a": "b"}, "drain": drain},
-        "config": {"proxy": {"continue_streams": True}},
-    }
-    assert Rendered(own).config["proxy"] == rendered.config["proxy"]
+    off = Rendered({"engines": {"selector": {"a": "b"}, "continueStreams": False}})
+    assert off.config["proxy"] == {"continue_streams": False}
 
 
 def test_an_engines_pod_waits_for_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,11 +445,11 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "empty setting": ({**MINIMAL, "config": {"proxy": {"attempts_max": None}}}, "config.proxy.attempts_max"),
     "a drain without an effect": (
-        {"engines": {"selector": {"a": "b"}, "drain": {"seconds": 10}}},
+        {"engines": {"selector": {"a": "b"}, "continueStreams": False, "drain": {"seconds": 10}}},
         "engines.continueStreams=true",
     ),
     "a drain that the pod does not live to see": (
-        {"engines": {"selector": {"a": "b"}, "continueStreams": True, "drain": {"seconds": 26}}},
+        {"engines": {"selector": {"a": "b"}, "drain": {"seconds": 26}}},
         "engines.drain.seconds: 26 is not 5 s below engines.drain.gracePeriodSeconds (30)",
     ),
     "isolation without keys": ({**MINIMAL, "keys": {"isolate": "tenant"}}, "keys.existingSecret"),

@@ -78,7 +78,7 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
 {{- $proxy := dict }}
-{{- if $v.engines.continueStreams }}{{ $_ := set $proxy "continue_streams" true }}{{ end }}
+{{- if not $v.engines.continueStreams }}{{ $_ := set $proxy "continue_streams" false }}{{ end }}
 {{- with $v.engines.drain.seconds }}{{ $_ := set $proxy "move_drained_s" . }}{{ end }}
 {{- if $proxy }}{{ $_ := set $sections "proxy" $proxy }}{{ end }}
 {{- if $v.admin.enabled }}

@@ -67,7 +67,7 @@
 {{- fail "engines.namespaces: not used while engines.clusterWide is on; use one of them" }}
 {{- end }}
 {{- with $v.engines.drain.seconds }}
-{{- if not (or $v.engines.continueStreams (dig "proxy" "continue_streams" false $v.config)) }}
+{{- if not (dig "proxy" "continue_streams" $v.engines.continueStreams $v.config) }}
 {{- fail (printf "engines.drain.seconds: %v has no effect while streams do not go on from other engines; set engines.continueStreams=true" .) }}
 {{- end }}
 {{- if gt (add (int .) 5) (int $v.engines.drain.gracePeriodSeconds) }}

@@ -597,7 +597,7 @@ def test_streams_are_moved_by_the_end_of_a_drain(
     # What waits for a first byte leaves in the last seconds.
     assert len(abandoned) == (moves and 1 + (left_s <= 4.0))
     assert look(ProxySettings(continue_streams=True, stall_s=9.0))[0] == 9.0 - now_s
-    assert not look(ProxySettings())
+    assert not look(ProxySettings(continue_streams=False))
     # Ended and begun again.
     engine.held = ""
     look()
