@@ -176,6 +176,8 @@ class Candidates(Sequence[Candidate]):
             waiting: Floats = np.maximum(delay * (values.waiting.mean() + values.waiting), premium)
             return waiting
         prices = values.priced(delay, premium)
+        if not self.rooms:
+            return prices
         # Answers hold the pages that prompts wait for.
         full = [at for at, room_s in self.rooms.items() if room_s > self.queue_s[at]]
         if full:

@@ -573,7 +573,8 @@ class Placement(Attempt):
                 # Refused or failed: the engine computed nothing.
                 accounts.inflight.drop(self._flying)
         tokens = None if usage is None else usage.completion_tokens
-        engine.prompt_ended(self._pooled, self._parted, tokens, computed=self._answered)
+        if self._pooled is not None or self._parted is not None:
+            engine.prompt_ended(self._pooled, self._parted, tokens, computed=self._answered)
         if isinstance(self.decision.read, Prompt):
             feed: str | None = None
             if self._answered and not engine.closed:

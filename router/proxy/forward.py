@@ -239,6 +239,9 @@ class Forwarder:
                 again = _as_again(out, request, goes_on)
                 try:
                     await self._forward(again, frozenset((first,)))
+                except ApiError as error:
+                    # To the client it is the first engine's failure, whatever keeps others from going on.
+                    raise _broke_off(f" No other engine went on: {error.message}") from error
                 finally:
                     out.lost, out.asked_s = again.lost, again.asked_s
                     out.had, out.broke = max(again.had, Had.ANSWER), again.broke
@@ -809,8 +812,8 @@ def _brings_media(out: Outbound) -> bool:
     return has_media(out.request.body)
 
 
-def _broke_off() -> ApiError:
-    return stream_broken("The engine broke off before its answer was complete.")
+def _broke_off(why: str = "") -> ApiError:
+    return stream_broken(f"The engine broke off before its answer was complete.{why}")
 
 
 def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:

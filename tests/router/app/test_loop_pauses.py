@@ -244,7 +244,7 @@ async def calls(rig: Rig, body: dict[str, object]) -> int:
     return found
 
 
-@pytest.mark.parametrize("groups", CALLS_MAX)
+@pytest.mark.parametrize("groups", [pytest.param("gemma3-like", marks=pytest.mark.long), "full"])
 async def test_a_repeated_chat_takes_a_bounded_number_of_calls(groups: str) -> None:
     body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": TEXT * 20}]}
     seldom = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)

@@ -120,6 +120,18 @@ async def streaming(rig: Rig, engine: str) -> None:
     await until(lambda: any(one.first_s and one.engine == engine for one in live), "it streams")
 
 
+def check_continued(one: Asked, last: SimRequest, line: UsageLine) -> None:
+    """Another engine went on, with what its client had of the answer behind the prompt."""
+    about, first = (one, line), one.works[0]
+    had = len(last.prompt) - len(first.prompt)
+    assert last.prompt == first.prompt + first.output[:had], about
+    assert line.generated_tokens == had + len(last.output), about
+    assert line.prompt_tokens == len(first.prompt), about
+    assert line.recomputed_tokens == len(last.prompt) - (last.cached_tokens or 0), about
+    assert line.computed_is == "estimated", about
+    assert 0 <= (line.computed_tokens or 0) <= len(first.prompt), about
+
+
 def check(one: Asked, line: UsageLine) -> None:
     """A line against what client and engines saw."""
     about = (one, line)
@@ -135,6 +147,9 @@ def check(one: Asked, line: UsageLine) -> None:
     if line.generated_is == "measured":
         latest = ended[-one.answers :]
         assert len(latest) == one.answers, about
+        if line.continued_from:
+            check_continued(one, latest[0], line)
+            return
         assert line.generated_tokens == sum(len(work.output) for work in latest), about
         assert line.prompt_tokens == len(latest[0].prompt), about
         if one.answers == 1:

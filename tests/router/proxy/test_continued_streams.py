@@ -290,7 +290,8 @@ async def test_another_engine_is_asked_where_one_refuses() -> None:
 async def test_without_an_engine_the_stream_ends_with_an_error() -> None:
     got, rig, _ = await answered(breaks(4), data=body(CHAT))
     assert got.whole
-    assert b'"code":"no_ready_engine"' in got.body
+    assert b'"code":"engine_stream_broken"' in got.body
+    assert b"No other engine went on: " in got.body
     assert rig.stats.continuations == {"failed": 1}
     assert rig.app.requests.ended[-1].broken
 
