@@ -10,9 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvatlas.connectors.store.base import Namespace
+from kvatlas.connectors.store.base import Deadline, Namespace
 from kvatlas.connectors.tier.base import StoreTierSettings
-from kvatlas.connectors.tier.store import StoreTier
+from kvatlas.connectors.tier.store import LookupQuery, StoreTier
 from tests.connectors.store.store_kit import MemoryStore
 from tests.support.examples import examples
 from tests.support.waiting import HANG_S
@@ -147,18 +147,18 @@ def test_a_late_answer_counts_as_far_as_it_goes(rigs: Any) -> None:
     assert rig.tier.held("r", keys) == set(keys[:2048])
 
 
-def test_a_store_may_take_longer_to_connect_than_a_question_may_take(rigs: Any) -> None:
+def test_a_store_may_take_longer_to_connect_than_a_question_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a store that is far away would never be connected to, as every attempt is cut short."""
-    rig = rigs(settings=dataclasses.replace(SETTINGS, lookup_deadline_s=0.02))
     given: list[float] = []
 
     def exists(keys: list[bytes], deadline_s: float) -> list[bool]:
         given.append(deadline_s)
         return [True] * len(keys)
 
-    rig.store.exists = exists
-    assert rig.tier.held("r", [key(1)]) is None
-    assert rig.tier._open["r"].query.done.wait(HANG_S)
+    store = MemoryStore()
+    monkeypatch.setattr(store, "exists", exists)
+    monkeypatch.setattr(Deadline, "passed", lambda _: False)
+    LookupQuery([key(1)], (b"",), 0.02).run(store)
     assert given == [1.0]
 
 
