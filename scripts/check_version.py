@@ -16,6 +16,11 @@ def versions() -> dict[str, str]:
     found = {"kvatlas/__init__.py": _named(r"__version__ =", package)}
     for key in ("version", "appVersion"):
         found[f"Chart.yaml {key}"] = _named(f"{key}:", chart)
+    for page in sorted(p for folder in ("docs", "examples", "charts") for p in (ROOT / folder).rglob("*.*")):
+        if page.suffix in {".md", ".yaml"}:  # files of the release that readers type, as kvatlas-1.2.3.tgz
+            text = page.read_text(encoding="utf-8")
+            for version in re.findall(r"(?<![-\w])kvatlas[-:](\d+\.\d+\.\d+)", text):
+                found[str(page.relative_to(ROOT))] = version
     return found
 
 

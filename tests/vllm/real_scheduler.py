@@ -403,7 +403,7 @@ _MODEL_CONFIGS: dict[tuple[str, int], ModelConfig] = {}
 def _model_config(model: str, max_model_len: int) -> ModelConfig:
     key = (model, max_model_len)
     if key not in _MODEL_CONFIGS:  # reading a model's config takes seconds, and every setup shares one
-        # vLLM may inspect the model in a new interpreter, which takes whole numbers only as its seed of hashes.
+        # vLLM may inspect the model in a new interpreter, whose seed of hashes must be a whole number.
         seed = os.environ.pop("PYTHONHASHSEED", None)
         _MODEL_CONFIGS[key] = ModelConfig(
             model=model, dtype="float32", max_model_len=max_model_len, skip_tokenizer_init=True
