@@ -228,8 +228,8 @@ def test_options_under_which_another_text_would_come_are_refused(options: dict[s
     assert isinstance(plan_of(one.path, json.dumps({**one.body, **options}).encode()), str)
 
 
-STREAMS = 25
-"""Of each kind of break; with all kinds a hundred."""
+STREAMS = 100
+"""At one time, of each kind of break."""
 LONG_TOKENS = 300
 STALL_S = 15.0
 
