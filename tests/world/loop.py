@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context, copy_context
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from tests.world.machines import MACHINE, PROCESS
 from tests.world.net import Listener, Network
@@ -102,7 +103,10 @@ class VirtualLoop(_Base):
         """Seconds by which a machine's wall clock is ahead."""
         self.killed: set[int] = set()
         self._kept: list[Any] = []
+        self._kept_generators: list[Any] = []
         self._tasks_of: dict[int, dict[asyncio.Task[Any], None]] = {}
+        self._process_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Of asynchronous generators that have begun."""
         self._processes = itertools.count(1)
         self._readers: dict[int, tuple[Callable[..., Any], tuple[Any, ...], Context]] = {}
         self._connecting: dict[int, tuple[str, int]] = {}
@@ -178,6 +182,9 @@ class VirtualLoop(_Base):
         self.killed.add(process)
         # Kept: a coroutine that is freed runs its ``finally``.
         self._kept += self._tasks_of.pop(process, {})
+        generators = [one for one, owner in self._process_of.items() if owner == process]
+        self._kept_generators += generators
+        self._asyncgens.difference_update(generators)
         self.net.killed(process, silent=silent)
         self.zmq.killed(process, silent=silent)
         for handle in (*self._ready, *self._scheduled):
@@ -201,6 +208,10 @@ class VirtualLoop(_Base):
                 tasks[task] = None
                 task.add_done_callback(lambda done: tasks.pop(done, None))
         return task
+
+    def _asyncgen_firstiter_hook(self, generator: Any) -> None:
+        super()._asyncgen_firstiter_hook(generator)
+        self._process_of[generator] = PROCESS.get()
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         if self._closed:
@@ -354,6 +365,7 @@ class VirtualLoop(_Base):
                         coro.close()
             del task, coro
             self._kept.clear()
+            self._kept_generators.clear()
             gc.collect()
         finally:
             sys.unraisablehook = said

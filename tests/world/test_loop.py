@@ -149,6 +149,36 @@ def test_a_killed_process_never_runs_again() -> None:
     assert run_with(main)
 
 
+def test_what_a_killed_process_has_open_is_not_closed_when_the_world_ends() -> None:
+    """Of asynchronous generators too: the router would give back its leases after its death, and those that
+    wait meanwhile would complain in whichever test is the next."""
+    released: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def opened(name: str) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(1)
+            released.append(name)
+
+    async def serve(name: str) -> None:
+        async with opened(name):
+            await asyncio.Event().wait()
+
+    async def main(loop: VirtualLoop) -> None:
+        with loop.machine("10.0.0.1", process=True) as process:
+            tasks.append(asyncio.create_task(serve("killed")))
+        with loop.machine("10.0.0.2", process=True):
+            tasks.append(asyncio.create_task(serve("lives")))
+        await asyncio.sleep(1)
+        loop.kill(process)
+
+    tasks: list[asyncio.Task[None]] = []
+    run_with(main)
+    assert released == ["lives"]
+
+
 @pytest.mark.parametrize("end", [run, run_real])
 def test_tasks_that_begin_at_the_end_end_too(
     end: Callable[[Coroutine[Any, Any, None]], None], monkeypatch: pytest.MonkeyPatch
