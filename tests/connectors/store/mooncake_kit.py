@@ -5,44 +5,45 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import mooncake.store
 import pytest
 
 from kvatlas.connectors.store.mooncake import MooncakeSettings, MooncakeStore, new_client
 from tests.connectors.store.store_kit import Shared
-from tests.support.ports import free_port
+from tests.support.ports import free_ports
 
 
 class Service:
     """The master with its metadata service over HTTP; every client lends 64 MiB over TCP."""
 
-    def __init__(self) -> None:
-        self.port, self.metadata_port = free_port(), free_port()
-        program = Path(mooncake.store.__file__).parent / "mooncake_master"
+    def __init__(self, program: Path) -> None:
+        """``program``: ``mooncake_master`` of the wheel."""
+        port, metadata_port, self.http_port = free_ports(3)
         self._process = subprocess.Popen(
             [
                 program,
-                f"--port={self.port}",
-                f"--metrics_port={free_port()}",
+                f"--port={port}",
+                f"--metrics_port={self.http_port}",
                 "--enable_http_metadata_server=true",
-                f"--http_metadata_server_port={self.metadata_port}",
+                f"--http_metadata_server_port={metadata_port}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for port in (self.port, self.metadata_port):
+        for one in (port, metadata_port, self.http_port):
             while True:
                 try:
-                    socket.create_connection(("127.0.0.1", port)).close()
+                    socket.create_connection(("127.0.0.1", one)).close()
                     break
                 except OSError:
                     assert self._process.poll() is None, "the master ended immediately"
                     time.sleep(0.05)
         self.settings = MooncakeSettings(
-            master=f"127.0.0.1:{self.port}",
-            metadata=f"http://127.0.0.1:{self.metadata_port}/metadata",
+            master=f"127.0.0.1:{port}",
+            metadata=f"http://127.0.0.1:{metadata_port}/metadata",
             hostname="127.0.0.1",
             segment_bytes=64 << 20,
             buffer_bytes=16 << 20,
@@ -51,13 +52,18 @@ class Service:
     def open(self) -> MooncakeStore:
         return MooncakeStore(self.settings)
 
-    def shared(self) -> Shared:
-        plain = new_client()
-        settings = self.settings
-        assert (
-            plain.setup(settings.hostname, settings.metadata, 64 << 20, 16 << 20, "tcp", "", settings.master)
-            == 0
+    @cached_property
+    def plain(self) -> Any:
+        """A client for what is done behind a store's back. To close one takes seconds: all tests share it."""
+        client, settings = new_client(), self.settings
+        status = client.setup(
+            settings.hostname, settings.metadata, 64 << 20, 16 << 20, "tcp", "", settings.master
         )
+        assert status == 0
+        return client
+
+    def shared(self) -> Shared:
+        plain = self.plain
         plain.remove_all(True)
 
         def overwrite(key: bytes, value: bytes) -> None:
@@ -66,8 +72,10 @@ class Service:
             plain.remove(key.hex(), True)
             assert plain.put(key.hex(), value) == 0
 
-        return Shared(self.open, overwrite, plain.close)
+        return Shared(self.open, overwrite)
 
     def close(self) -> None:
+        if "plain" in vars(self):
+            self.plain.close()
         self._process.kill()
         self._process.wait()

@@ -78,16 +78,10 @@ class MemoryStore:
 class Shared:
     """One place that several stores share, and what a test may do behind their backs."""
 
-    def __init__(
-        self,
-        open_one: Callable[[], BlockStore],
-        overwrite: Callable[[bytes, bytes], None],
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, open_one: Callable[[], BlockStore], overwrite: Callable[[bytes, bytes], None]) -> None:
         self._open_one = open_one
         self.overwrite = overwrite
         """Put these bytes under this key, whatever the store would say to it."""
-        self._close = close
         self._opened: list[BlockStore] = []
 
     def open(self) -> Any:
@@ -98,4 +92,3 @@ class Shared:
     def close(self) -> None:
         for store in self._opened:
             store.close()
-        self._close()
