@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -19,12 +18,12 @@ from kvatlas.router.fleet.engine_metrics import SleepState
 from kvatlas.router.fleet.engines import NOT_READY, DesiredFleet, EngineAddress, EngineKind
 from kvatlas.router.fleet.salt_proof import DROPPED_BY_SGLANG, SaltProof, first_guess
 from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.fleet.versions import Version, parse_version
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
 Frontend = Literal["python", "rust", "sglang"]
-_VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 # The first vLLM with ``return_token_ids``.
-_SAYS_IDS: Final = (0, 10, 2)
+_SAYS_IDS: Final[Version] = (0, 10, 2)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -60,12 +59,6 @@ def kind_of(
     if stated is not None:
         return stated.kind
     return "sglang" if models and models[0].frontend == "sglang" else "vllm"
-
-
-@lru_cache(maxsize=64)
-def _says_ids(version: str) -> bool:
-    found = _VERSION.match(version)
-    return found is not None and tuple(int(part or 0) for part in found.groups()) >= _SAYS_IDS
 
 
 @lru_cache(maxsize=4096)
@@ -201,7 +194,10 @@ class EngineStatus:
     def says_ids(self) -> bool:
         """Whether it is known to say the ids of the tokens of a stream: vLLM since 0.10.2 behind its Python
         frontend. The Rust frontend (0.33) has other events, and SGLang none; either may refuse the field."""
-        return self.frontend == "python" and self.version is not None and _says_ids(self.version)
+        if self.frontend != "python" or self.version is None:
+            return False
+        version = parse_version(self.version)
+        return version is not None and version >= _SAYS_IDS
 
     server_info: _Noted[EngineStatement | None] = _Noted(comes_and_goes=False)
     """Its set-up according to ``/server_info``, if it serves that."""

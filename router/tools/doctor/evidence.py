@@ -12,6 +12,7 @@ from kvatlas.router.fleet.engines import EngineAddress, EngineKind
 from kvatlas.router.fleet.salt_proof import SaltProof
 from kvatlas.router.fleet.statement import EngineStatement
 from kvatlas.router.fleet.status import Frontend, ModelCard, kind_of
+from kvatlas.router.fleet.versions import Version, parse_version
 from kvatlas.router.index.engine import EngineResidency
 from kvatlas.router.observe.findings import Finding
 from kvatlas.router.openai.apis import COMPLETION
@@ -21,7 +22,6 @@ from kvatlas.router.tools.doctor.engine_gauges import EngineGauges
 from kvatlas.router.tools.doctor.event_counts import EventCounts
 from kvatlas.router.tools.doctor.http import HttpAnswer
 from kvatlas.router.tools.doctor.listener import Observation, ReplayState
-from kvatlas.router.tools.doctor.missing_features import Version, parse_version
 
 
 class EventSource(msgspec.Struct):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
-Version = tuple[int, int]
-EVENT_SOURCES_SINCE: Version = (0, 31)
-FIXED_SEED_SINCE: Version = (0, 29)
-MAP_ENCODING_SINCE: Version = (0, 24)
-NEWEST_KNOWN: Version = (0, 33)
+from kvatlas.router.fleet.versions import Version
+
+EVENT_SOURCES_SINCE: Version = (0, 31, 0)
+FIXED_SEED_SINCE: Version = (0, 29, 0)
+MAP_ENCODING_SINCE: Version = (0, 24, 0)
+NEWEST_KNOWN = (0, 33)
 
 
 class MissingFeature(msgspec.Struct, frozen=True):
@@ -24,13 +23,13 @@ class MissingFeature(msgspec.Struct, frozen=True):
 
 MISSING_FEATURES = (
     MissingFeature(
-        (0, 20),
+        (0, 20, 0),
         "events do not name the KV cache group, so models with several groups cannot be predicted",
         "upgrade to 0.24 or later, or serve single-group models only",
         severe=True,
     ),
     MissingFeature(
-        (0, 22),
+        (0, 22, 0),
         "events do not carry kind and window of a group",
         "upgrade, or set models.NAME.kinds and models.NAME.windows",
         severe=True,
@@ -54,12 +53,6 @@ MISSING_FEATURES = (
         severe=False,
     ),
 )
-
-
-def parse_version(text: str) -> Version | None:
-    """Parse (major, minor) of a version such as ``0.32.0+cpu``; None if there is none."""
-    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.|$|[^\d])", text)
-    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def missing_features(version: Version) -> list[MissingFeature]:

@@ -334,7 +334,7 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @check("http.version")
 def version(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Report features that this vLLM release missing_features."""
+    """Report features that this vLLM release lacks."""
     server = engine.server
     if server.is_router:
         yield error(
@@ -355,12 +355,13 @@ def version(engine: EngineEvidence) -> Iterator[CheckResult]:
         return
     missing = missing_features(server.version)
     if not missing:
-        newer = " (newer than any this version of kvatlas was tested with)"
+        unknown = server.version[:2] > NEWEST_KNOWN
+        newer = " (newer than any this version of kvatlas was tested with)" if unknown else ""
         frontend = ", Rust frontend" if engine.frontend == "rust" else ""
-        yield ok(f"vLLM {server.version_text}{frontend}{newer if server.version > NEWEST_KNOWN else ''}")
+        yield ok(f"vLLM {server.version_text}{frontend}{newer}")
     for lack in missing:
         report = warning if lack.severe else info
-        major, minor = lack.since
+        major, minor, _ = lack.since
         yield report(
             f"vLLM {server.version_text}", f"before {major}.{minor}: {lack.description}", lack.remedy
         )

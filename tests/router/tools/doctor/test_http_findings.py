@@ -85,6 +85,11 @@ def test_http_finding(check: str, severity: Severity, answers: Answers, words: s
     run(look_at(answers)).expect(check, severity, words)
 
 
+def test_a_patch_of_a_known_release_is_not_newer() -> None:
+    found = run(look_at(server(version={"version": "0.33.1"})))
+    assert found.expect("http.version", Severity.OK).seen == "vLLM 0.33.1"
+
+
 def test_old_releases_lack_everything_that_came_later() -> None:
     found = run(look_at(server(version={"version": "0.12.0"})))
     assert len(found.of("http.version")) == 5
