@@ -56,7 +56,7 @@ class ClassFinder:
         self.alignment = layout.alignment
         self.scale = spec.block_size // layout.hash_block_size
         self.fine = layout.alignment < spec.block_size
-        self.margin = self.hash_size if layout.partial_hits and self.scale > 1 else spec.block_size
+        self.margin = self.hash_size if layout.partial_hits else spec.block_size
 
     @property
     def is_full(self) -> bool:

@@ -77,7 +77,7 @@ class GroupTable:
         required = -(-num_tokens // self.block_size)
         if capped and self.blocks_max is not None:
             required = min(required, self.blocks_max)
-        skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
+        skipped = self.skipped_tokens(max(hit, loaded_to)) // self.block_size
         # Blocks of the hit inside the window count towards the requirement; otherwise the skipped positions
         # do, which are null blocks.
         fresh = max(required - max(skipped, len(hit_blocks)), 0)
@@ -94,7 +94,7 @@ class GroupTable:
 
     def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int, loaded_to: int = 0) -> None:
         """Use the blocks of a hit; blocks out of reach after the hit or the load become null."""
-        skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
+        skipped = self.skipped_tokens(max(hit, loaded_to)) // self.block_size
         blocks = hit_blocks[skipped:]
         self.store.touch(blocks)
         request.tables[self.group_idx] = [NULL] * skipped + blocks
@@ -106,9 +106,7 @@ class GroupTable:
 
     def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
         """Free the blocks that fell out of reach, last block first."""
-        skipped = self.skipped_tokens(num_computed)
-        if skipped > 0:
-            self.drop_before(request, skipped // self.block_size)
+        self.drop_before(request, self.skipped_tokens(num_computed) // self.block_size)
 
     def drop_before(self, request: PoolRequest, end: int) -> None:
         table, start = request.tables[self.group_idx], request.dropped[self.group_idx]
@@ -268,10 +266,10 @@ class WindowTable(GroupTable):
 
     def skipped_tokens(self, num_computed: int) -> int:
         # The next token attends to itself and ``window - 1`` tokens before it.
-        return num_computed - self.window + 1
+        return max(num_computed - self.window + 1, 0)
 
     def quiet_to(self, before: int, now: int) -> int:
-        dropped = max(self.skipped_tokens(before), 0) // self.block_size
+        dropped = self.skipped_tokens(before) // self.block_size
         return min(super().quiet_to(before, now), (dropped + 1) * self.block_size + self.window - 1)
 
     def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
@@ -404,7 +402,7 @@ class MambaTable(GroupTable):
 
     def skipped_tokens(self, num_computed: int) -> int:
         # Only the last state is needed to continue.
-        return num_computed - 1
+        return max(num_computed - 1, 0)
 
     def blocks_to_admit(
         self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0

@@ -158,7 +158,9 @@ class Alone:
         return self._arrived
 
     def probe(self, ask: PlacementRequest) -> int:
-        hit = self.ours.pool.find_hit(self.ours.request(ask))
+        pool, request = self.ours.pool, self.ours.request(ask)
+        hit, found = pool.find_hit(request), pool.find_prefix(request)
+        assert pool.find_prefix_of(request.known_hashes(), request.num_tokens) == found
         self.counts["probes"] += 1
         self.counts["hit_tokens"] += hit
         self._digest.update(f"hit {hit}".encode())

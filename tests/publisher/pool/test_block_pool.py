@@ -173,6 +173,32 @@ def test_a_hit_inside_a_block_copies_it_and_the_copy_is_stored_too() -> None:
     assert pool.usage == 0
 
 
+@pytest.mark.parametrize(("fresh", "blocks"), [(3, 6), (31, 6), (32, 8)])
+def test_a_hit_inside_a_block_waits_for_room_for_its_copy(fresh: int, blocks: int) -> None:
+    """Up to 128 tokens each group needs a copy of its second block beside those of the hit (three, without
+    the first state), and for one token more another block."""
+    text = [*PROMPT[:97], *range(1, fresh + 1)]
+    fits = []
+    for size in range(5, 12):
+        pool = make_pool(full(0, 64), mamba(1, "align", 64), hash_block=16, blocks=size)
+        run(pool, PROMPT[:100])
+        fits.append(pool.start(pool.request(text)) is not None)
+    assert (fits, 5 + fits.index(True)) == (sorted(fits), blocks)
+
+
+@pytest.mark.parametrize(
+    ("group", "quiet_to"), [(full(0), 175), (window(0, 40), 167), (window(0, 49), 175), (chunked(0, 56), 168)]
+)
+def test_decoding_costs_nothing_until_a_block_fills_or_falls_out_of_reach(
+    group: GroupSpec, quiet_to: int
+) -> None:
+    pool = make_pool(group)
+    request = pool.request(PROMPT)
+    prefill(pool, request)
+    generate(pool, request, [7, 8])
+    assert (request.num_computed, request.quiet_to) == (164, quiet_to)
+
+
 def test_a_state_stored_in_this_step_makes_the_next_request_wait() -> None:
     pool = make_pool(full(0), mamba(1, "all"))
     first, second = pool.request(PROMPT), pool.request(PROMPT)

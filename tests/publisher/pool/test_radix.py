@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -104,7 +105,8 @@ def test_unlocked_leaves_go_whole_and_the_least_recently_used_first() -> None:
     assert [to_block_hash(block) for event in removed for block in event.block_hashes] == wanted
 
 
-def test_pages_in_use_are_not_evicted() -> None:
+@pytest.mark.parametrize("leave", [RadixPool.finish, RadixPool.preempt])
+def test_pages_in_use_are_not_evicted(leave: Callable[[RadixPool, PoolRequest], None]) -> None:
     pool = make_pool(8)
     request = pool.request(tokens(16, seed=1))
     assert pool.start(request) == 0
@@ -114,7 +116,7 @@ def test_pages_in_use_are_not_evicted() -> None:
     other = pool.request(tokens(20, seed=2))
     assert pool.start(other) is None
     assert not pool.reset()
-    pool.finish(request)
+    leave(pool, request)
     assert pool.start(other) == 0
     assert pool.compute(other, 20)
     pool.finish(other)
