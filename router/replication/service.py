@@ -30,6 +30,7 @@ from kvatlas.router.replication.limits import SharedLimits
 from kvatlas.router.replication.load_gossip import LOAD_INTERVAL_S, LoadGossip
 from kvatlas.router.replication.lookup_fallback import IndexLookup
 from kvatlas.router.replication.members import Membership
+from kvatlas.router.replication.mirror import MirroredIndex
 from kvatlas.router.replication.pending import MirrorStats
 from kvatlas.router.replication.reader import SharedReader
 from kvatlas.router.replication.redis_client import Client
@@ -116,6 +117,8 @@ class SharedState(ABC):
         self._clock = clock
         self._started = secrets.randbits(40)
         self._scopes: dict[str, LeaseScope] = {}
+        # By model, where blocks are shared.
+        self._mirrors: dict[str, MirroredIndex] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
         # Tenants' usage across replicas, if tenants have limits.
@@ -150,7 +153,7 @@ class SharedState(ABC):
     @property
     def mirror_stats(self) -> dict[str, MirrorStats]:
         """The writers' counters, by model."""
-        return {}
+        return {model: mirror.counters for model, mirror in self._mirrors.items()}
 
     @abstractmethod
     def leads(self, first: str | None) -> bool | None:

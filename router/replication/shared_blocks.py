@@ -7,19 +7,15 @@ engine's lease is held here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvatlas.router.feeds.manager import FeedManager
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.index.model_indexes import ModelIndexes
-from kvatlas.router.placement.inflight import InflightPrompt
-from kvatlas.router.placement.others import OthersLoad
 from kvatlas.router.replication.descriptions import Descriptions
 from kvatlas.router.replication.leases import LeaseCandidate
 from kvatlas.router.replication.mirror import MirroredIndex
-from kvatlas.router.replication.pending import MirrorStats
 from kvatlas.router.replication.service import REFRESH_S, SharedState, Work, restarting
-from kvatlas.router.replication.settings import IndexSettings
 
 # Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.
 _DESCRIBE_S = 0.02
@@ -30,25 +26,16 @@ class SharedIndex(SharedState):
 
     shares_blocks = True
 
-    def __init__(
-        self,
-        settings: IndexSettings,
-        own_load: Callable[[float], dict[str, OthersLoad]],
-        *,
-        served: Callable[[InflightPrompt], None] = lambda prompt: None,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(settings, own_load, served=served, clock=clock)
-        self._mirrors: dict[str, MirroredIndex] = {}
-        self._feeds: FeedManager | None = None
-        self._residency: ModelIndexes | None = None
-        self._descriptions = Descriptions()
+    # Set by ``attach``.
+    _feeds: FeedManager
+    _residency: ModelIndexes
+    _descriptions: Descriptions
 
     def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
         """Set the feeds that start and stop with the leases, and the residency to describe to other
         replicas.
         """
-        self._feeds, self._residency = feeds, residency
+        self._feeds, self._residency, self._descriptions = feeds, residency, Descriptions()
         self.lookup.own_rows = lambda model, hashes: residency.scope(model).index.lookup(hashes)
 
     def index_of(self, model: str) -> MirroredIndex:
@@ -81,11 +68,6 @@ class SharedIndex(SharedState):
         for engine_id in list(self.lease_manager.held):
             self.lease_manager.remove_candidate(engine_id)
 
-    @property
-    def mirror_stats(self) -> dict[str, MirrorStats]:
-        """Implement ``SharedState``."""
-        return {model: mirror.counters for model, mirror in self._mirrors.items()}
-
     def leads(self, first: str | None) -> bool | None:
         """Implement ``SharedState``: who follows the first engine."""
         return None if first is None else self.lease_manager.follows(first)
@@ -98,15 +80,14 @@ class SharedIndex(SharedState):
         engine_id = candidate.engine.engine_id
         await self.index_of(candidate.model).take_over(engine_id, token)
         self._descriptions.forget(engine_id)
-        if not again and self._feeds is not None and self._tasks is not None:
+        if not again and self._tasks is not None:
             self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
     def _lease_ended(self, model: str, engine_id: str) -> None:
         """Stop writing and stop the feed."""
         self._descriptions.forget(engine_id)
         self.index_of(model).drop(engine_id)
-        if self._feeds is not None:
-            self._feeds.stop(engine_id)
+        self._feeds.stop(engine_id)
 
     def _works(self) -> Iterable[Work]:
         return self._describe_engines, self._refresh_periodically, *(m.run for m in self._mirrors.values())
@@ -114,10 +95,9 @@ class SharedIndex(SharedState):
     async def _describe_engines(self) -> None:
         """Publish changed descriptions of the engines followed here."""
         while True:
-            if self._residency is not None and self._feeds is not None:
-                for engine_id, held in list(self.lease_manager.held.items()):
-                    model, mirror = held.model, self.index_of(held.model)
-                    self._descriptions.renew(engine_id, model, mirror, self._residency, self._feeds)
+            for engine_id, held in list(self.lease_manager.held.items()):
+                model, mirror = held.model, self.index_of(held.model)
+                self._descriptions.renew(engine_id, model, mirror, self._residency, self._feeds)
             await asyncio.sleep(_DESCRIBE_S)
 
     async def _refresh_periodically(self) -> None:
