@@ -57,6 +57,9 @@ LAWS = {
     "slow start": Law(0.050, 0.0001, budget=8192),
     "attention": Law(0.005, 0.00005, context_s=0.00005 / 50_000, budget=8192),
 }
+PROBE_TOKENS = 600
+COLD = 14
+"""Times that the first request takes of its usual ones, as by vLLM 0.32 on a CPU (decision 046)."""
 BLOCK_TOKENS = 16
 """Cached tokens are whole blocks."""
 
@@ -219,6 +222,14 @@ class Rig:
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Let this happen in this many seconds."""
         heapq.heappush(self._calendar, (self.now + seconds, next(self._order), what))
+
+    def probe(self) -> None:
+        """Let each idle engine answer the prompts of a probe in two APIs; it compiles for the first one."""
+        for engine, account in zip(self.engines, self.loads, strict=True):
+            asked = [(PROBE_TOKENS, 0), (PROBE_TOKENS + 16, _blocks(PROBE_TOKENS))] * 2
+            timed = [(prompt - held, engine.alone_s(Asked(prompt, held, 1))) for prompt, held in asked]
+            timed[0] = PROBE_TOKENS, COLD * timed[0][1]
+            account.rates.model.probed(timed)
 
     def run(self, until_s: float) -> None:
         """Everything up to this time."""
@@ -422,12 +433,14 @@ class State(NamedTuple):
     answers: int = 300
     within_s: float = 0.0
     slower: float = 1.0
+    probed: bool = False
 
 
 OVERLOAD = "30 % overload"
 STATES = {
     "idle": State(lambda rig: alone(rig, long), engines=1, answers=100),
     "first 10 s": State(lambda rig: arrivals(rig, mixed, 0.3), within_s=10.0),
+    "first 10 s, probed": State(lambda rig: arrivals(rig, mixed, 0.3), within_s=10.0, probed=True),
     "light": State(lambda rig: arrivals(rig, mixed, 0.25)),
     "medium": State(lambda rig: arrivals(rig, mixed, 0.5)),
     "saturated": State(lambda rig: closed(rig, mixed, 32)),
@@ -444,6 +457,8 @@ STATES = {
 def run(state: State, law: Law, seed: int, engine: Engine = KnownEngine) -> tuple[Rig, list[Asked]]:
     """One run, and the requests of it that count."""
     rig = Rig(law, state.engines, seed, engine)
+    if state.probed:
+        rig.probe()
     state.drive(rig)
     if state.within_s:
         rig.run(state.within_s)

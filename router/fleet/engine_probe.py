@@ -36,6 +36,8 @@ UNSHOWN_SHARE: Final = 0.9
 """Share of predicted tokens that counts where nothing has shown that they come."""
 # Words used before the blocks are known: four of the largest common ones (128 tokens) and a margin.
 _FIRST_WORDS: Final = 600
+# At least, to take several times as long to compute as what the second prompt adds.
+_WORDS_MIN: Final = 300
 _BLOCKS: Final = 3
 _TRIES_MAX: Final = 4
 _DRAWS: Final = 16
@@ -69,6 +71,9 @@ class ProbedEngine(Protocol):
 
     async def turn(self) -> bool:
         """Wait until the engine may be asked; False: it may not."""
+
+    def took_s(self) -> float | None:
+        """Seconds that its latest answer to a prompt took; None: not known, or it had other requests."""
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
@@ -105,6 +110,9 @@ class EngineProbe(msgspec.Struct):
     pull_source: Shown | None = None
     """Whether other engines reach the address that they are to pull from; None where none pulls."""
     tries: int = 0
+    timed: list[tuple[int, float]] = []
+    """Tokens that the engine computed for a prompt, and seconds that it took with nothing else to do, in the
+    order of the prompts."""
 
     def all_shown(self) -> dict[str, Shown]:
         """Return everything that was tried, by what it is."""
@@ -183,6 +191,7 @@ class EngineProber:
         self._apis = apis
         self.requests: dict[str, list[ProbeRequest]] = {}
         """The latest ones by API."""
+        self._timed: list[tuple[int, float]] = []
 
     async def probe(self, found: EngineProbe) -> None:
         """Fill in what is not decided yet. Ends early where the engine may not be asked any more."""
@@ -198,6 +207,7 @@ class EngineProber:
         except TimeoutError:
             pass
         found.tries += 1
+        found.timed = max(found.timed, self._timed, key=len)
 
     async def _try(self, path: str, found: EngineProbe) -> None:
         for tries in range(_TRIES_MAX):
@@ -239,7 +249,7 @@ class EngineProber:
 
     def _words(self) -> int:
         alignment = self._engine.alignment()
-        wanted = _FIRST_WORDS if alignment is None else _BLOCKS * alignment + MARGIN_WORDS
+        wanted = _FIRST_WORDS if alignment is None else max(_WORDS_MIN, _BLOCKS * alignment + MARGIN_WORDS)
         return max(2, min(wanted, self._words_max))
 
     def _body(self, path: str, text: str) -> bytes:
@@ -254,6 +264,10 @@ class EngineProber:
         answer = await self._client.send(path, body)
         if isinstance(answer, Shown):
             return ProbeRequest(answer, predicted)
+        # Of new words at most the beginning of the chat template is cached.
+        took_s, cached = self._engine.took_s(), 0 if then and answer.cached is None else answer.cached
+        if took_s is not None and cached is not None and answer.prompt_tokens is not None:
+            self._timed.append((max(1, answer.prompt_tokens - cached), took_s))
         came = bool(then) and self._publishes
         if came:
             came = await self._events_of(path, self._body(path, f"{text} {then}"), before)

@@ -363,6 +363,8 @@ class Engine(EngineStatus):
         self._probe = probe
         # Where events tell a part only, receipts say what comes (``PartialHits``).
         self.hit_share = 1.0 if probe is None or self._unseen is not None else probe.hit_share
+        if probe is not None:
+            self.rates.model.probed(probe.timed)
         self._touched()
 
     def forget_probe(self) -> None:

@@ -156,7 +156,7 @@ class Probes:
     async def _probe(self, engine: Engine) -> None:
         name, outcome = engine.engine_id, "ended"
         found = engine.probe or EngineProbe(engine.base_model or "")
-        found = EngineProbe(found.model, dict(found.apis), found.events, tries=found.tries)
+        found = EngineProbe(found.model, dict(found.apis), found.events, tries=found.tries, timed=found.timed)
         known = found.doubts()
         probed = _Probed(self, engine)
         try:
@@ -221,6 +221,7 @@ class _Probed:
         self._life = engine.life
         self._model = engine.base_model or ""
         self._in_order = probes.ordered() and engine.takes_order
+        self._took_s: float | None = None
 
     def is_same(self) -> bool:
         """Whether it is the process that the probe began with, serving the same model."""
@@ -240,14 +241,32 @@ class _Probed:
         if method == "GET":
             return await send(method, url, body, headers, REQUEST_S_MAX)
         self._probes.stats.requests += 1
+        idle, began_s = self._is_idle(), self._probes.accounts.now()
+        answer = await self._post(url, body, headers)
+        ended_s = self._probes.accounts.now()
+        alone = idle and self._is_idle() and self._engine.load.last_admit_s < began_s
+        self._took_s = ended_s - began_s if alone else None
+        return answer
+
+    async def _post(self, url: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        send = self._probes.send
         if self._in_order:
             ordered = {**headers, ENGINE_PRIORITY.decode(): _LAST}
-            answer = await send(method, url, body, ordered, REQUEST_S_MAX)
+            answer = await send("POST", url, body, ordered, REQUEST_S_MAX)
             if answer[0] != 400:
                 return answer
             # It schedules in the order of arrival, and takes no priority.
             self._in_order = False
-        return await send(method, url, body, headers, REQUEST_S_MAX)
+        return await send("POST", url, body, headers, REQUEST_S_MAX)
+
+    def _is_idle(self) -> bool:
+        load = self._engine.load.current(self._probes.accounts.now())
+        # One that its gauges show may be the probe.
+        return load.running + load.waiting == load.foreign <= 1
+
+    def took_s(self) -> float | None:
+        """Return the seconds of the latest answer, if no request was known there meanwhile."""
+        return self._took_s
 
     async def predict(self, path: str, body: bytes) -> Prediction:
         """Predict the hit of a request as a decision would."""

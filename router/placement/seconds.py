@@ -20,13 +20,13 @@ A change of speed is seen from the errors of all first tokens (two-sided CUSUM o
 through predicted): the whole model is scaled at once, and then learns quickly for a while.
 
 An engine with fewer than ``samples_min`` samples guesses: it starts from the medians of its model's engines,
-or the prior."""
+else from what its probe took (``probed_parts``), else from the prior."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter, mul
+from operator import attrgetter, itemgetter, mul
 from typing import Final, NamedTuple
 
 import msgspec
@@ -90,6 +90,7 @@ class SpeedChange(NamedTuple):
 CHANGE_SHOWN_S: Final = 600.0
 # Deviations of a guess, relative to its values, and at least.
 _PRIOR_SD: Final = (4.0, 4.0, 10.0, 2.0, 2.0)
+_PROBED_SD: Final = (0.5, 0.5, 0.5, 2.0, 2.0)
 _PRIOR_SD_MIN: Final = (0.01, 0.01, 1e-6, 1e-4, 1e-8)
 # Tokens of context after which attention takes at least as long as all else.
 _CONTEXT_MIN: Final = 4000
@@ -122,6 +123,8 @@ _SAME_STEP_S: Final = 0.002
 # A change is news if it is of this factor and of this number of deviations of the mean error, and if the
 # model is known well, which takes this multiple of the samples that end the guess.
 _NEWS_FACTOR, _NEWS_SD, _KNOWN = 1.25, 3.0, 10
+# Of answers to a probe, those with fewer tokens by this factor show what does not depend on them.
+_SLOPE_FACTOR: Final = 4
 _NOT_BEGUN: Final = (0.0, 0, 0.0, 0.0)
 
 
@@ -144,6 +147,33 @@ def _expected_s(parts: SpeedParts | list[float], work: FirstTokenWork) -> float:
     return whole_s if whole_s > least_s else least_s  # noqa: FURB136
 
 
+def probed_parts(timed: Sequence[tuple[int, float]], settings: SecondsSettings) -> SpeedParts | None:
+    """Parts of an engine by the answers to its probe, in their order: tokens computed for each, and seconds
+    until it came, with nothing else there. None: they say nothing.
+
+    The first one is left out: the engine may have compiled for it. Of the rest the fastest count, of those
+    with many tokens and of those with few: nothing makes an answer early. Without both no slope is seen, and
+    the prior is scaled."""
+    sure = [(tokens, seconds) for tokens, seconds in timed[1:] if tokens > 0 and 0.0 < seconds < math.inf]
+    if not sure:
+        return None
+    most = max(sure)[0]
+    tokens, seconds = min((one for one in sure if 2 * one[0] > most), key=lambda one: one[1] / one[0])
+    rate, overhead_s = settings.prefill_s_per_token, settings.overhead_s
+    factor = seconds / (overhead_s + rate * tokens)
+    rate, overhead_s = factor * rate, factor * overhead_s
+    few = [one for one in sure if _SLOPE_FACTOR * one[0] <= most]
+    if few:
+        few_tokens, few_s = min(few, key=itemgetter(1))
+        slope = (seconds - few_s) / (tokens - few_tokens)
+        rate = slope if slope > 0.0 else rate
+        overhead_s = max(few_s - rate * few_tokens, 0.1 * few_s)
+    rate = min(max(rate, settings.prefill_s_per_token_min), settings.prefill_s_per_token_max)
+    overhead_s = min(overhead_s, settings.overhead_s_max)
+    # A step of decodes has the fixed part too, and computes a token for each of them.
+    return SpeedParts(overhead_s, overhead_s, rate, min(rate, settings.decode_interference_s_max), 0.0)
+
+
 class FirstTokenModel:
     """The model of one engine; ``close`` when it leaves the fleet.
 
@@ -161,6 +191,7 @@ class FirstTokenModel:
         "_lately",
         "_model",
         "_noise",
+        "_probed",
         "_up",
         "_usual",
         "_value",
@@ -173,6 +204,8 @@ class FirstTokenModel:
     def __init__(self, fleet: FirstTokenModels, model: Callable[[], str | None]) -> None:
         self._fleet, self._model = fleet, model
         self._value: list[float] = []
+        # What its probe took says of it.
+        self._probed: SpeedParts | None = None
         self._cov: list[list[float]] = []
         self._noise = _NOISE_START
         # Sums of the CUSUM, upwards and downwards, each with the number and sum of the errors in it and the
@@ -204,6 +237,11 @@ class FirstTokenModel:
             return 0.0, prefill_s, engine_s + step_s * work.waits
         queue_s = _expected_s(parts, work) - prefill_s - engine_s
         return (queue_s if queue_s > 0.0 else 0.0) + work.ahead_load_s, prefill_s, engine_s  # noqa: FURB136
+
+    def probed(self, timed: Sequence[tuple[int, float]]) -> None:
+        """Take the answers to its probe (``probed_parts``) as the guess that it begins with, if no first
+        token has come yet, and no other engine of its model is known."""
+        self._probed = probed_parts(timed, self._fleet.settings)
 
     def observe(self, work: FirstTokenWork, service_s: float, now: float) -> None:
         """Learn from one first token, ``service_s`` after the engine was asked.
@@ -260,8 +298,9 @@ class FirstTokenModel:
 
     def _begin(self) -> None:
         """Start from a guess."""
-        self._value = list(self._borrowed)
-        self._doubt(_PRIOR_SD)
+        start = self._borrowed
+        self._value = list(start)
+        self._doubt(_PROBED_SD if start is self._probed else _PRIOR_SD)
 
     def _doubt(self, deviations: Sequence[float]) -> None:
         """Set the covariances by deviations relative to the values."""
@@ -366,7 +405,7 @@ class FirstTokenModel:
 
     @property
     def _borrowed(self) -> SpeedParts:
-        return self._fleet.of_model(self._model())
+        return self._fleet.of_model(self._model(), self._probed)
 
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
@@ -401,12 +440,12 @@ class FirstTokenModels:
         if self._engines.left(engine):
             self._medians = None
 
-    def of_model(self, model: str | None) -> SpeedParts:
-        """Estimates for an engine that serves this."""
+    def of_model(self, model: str | None, probed: SpeedParts | None) -> SpeedParts:
+        """Estimates for an engine that serves this; ``probed``: its own by its probe."""
         medians = self._medians
         if medians is None:
             found = self._engines.medians()
             medians = self._medians = {
                 name: SpeedParts(*[part or 0.0 for part in parts]) for name, parts in found.items()
             }
-        return medians.get(model, self._prior)
+        return medians.get(model, probed or self._prior)

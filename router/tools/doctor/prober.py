@@ -71,3 +71,6 @@ class DoctorsEngine:
     async def turn(self) -> bool:
         """Return True: the user has chosen the moment."""
         return True
+
+    def took_s(self) -> None:
+        """Return None: the doctor predicts no seconds."""

@@ -11,6 +11,7 @@ from kvatlas.router.placement.seconds import FirstTokenWork
 TARGETS = {
     "idle": (0.9, 0.98),
     "first 10 s": (0.0, 0.6),
+    "first 10 s, probed": (0.6, 0.9),
     "light": (0.7, 0.9),
     "medium": (0.5, 0.9),
     "saturated": (0.4, 0.8),

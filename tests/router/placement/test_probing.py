@@ -23,6 +23,7 @@ from kvatlas.router.placement.engine import Accounts, Engine
 from kvatlas.router.placement.engine_order import BAND_MS, EngineOrder
 from kvatlas.router.placement.own_pulls import Pulls
 from kvatlas.router.placement.probing import LOOK_S, TELL_EVERY_S, Probes, may_be_probed
+from kvatlas.router.placement.seconds import FirstTokenWork
 from kvatlas.router.replication.gossip import GossipedInflight
 from tests.world.seams import run
 
@@ -200,6 +201,37 @@ def test_a_request_that_comes_meanwhile_goes_first() -> None:
         asyncio.get_running_loop().call_later(0.025, lambda: comes(world.now()))
         await world.for_s(3.0)
         assert 1 <= world.asked["http://e0:1"] <= 3, "those before it came"
+
+    run(main())
+
+
+def test_the_times_of_its_answers_are_the_guess_it_begins_with() -> None:
+    """Of an engine that says what is cached: 10 ms for 24 of 40 tokens."""
+
+    async def main() -> None:
+        world, other = World(1), World(1)
+        await world.for_s(5.0)
+        engine = world.engine
+        assert engine.probe is not None
+        assert engine.probe.timed == [(24, pytest.approx(0.01, rel=0.01))] * 2 * len(PROBED)
+        assert engine.rates.model.guessed
+        assert sum(engine.rates.model.seconds(FirstTokenWork(24))) == pytest.approx(0.01, rel=0.01)
+        other.probes.learn(engine.engine_id, msgspec.msgpack.encode(engine.probe))
+        assert other.engine.rates.model.parts == engine.rates.model.parts
+
+    run(main())
+
+
+def test_answers_beside_other_requests_tell_no_times() -> None:
+    async def main() -> None:
+        world = World(1)
+        ticket = world.engine.load.admit(uncached_tokens=10, now=world.now())
+        before = world.engine.rates.model.parts
+        await world.for_s(5.0)
+        world.engine.load.finish(ticket, world.now())
+        assert world.engine.probe is not None
+        assert not world.engine.probe.timed
+        assert world.engine.rates.model.parts == before
 
     run(main())
 

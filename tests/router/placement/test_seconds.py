@@ -3,6 +3,7 @@ are seen soon."""
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import median
 
@@ -14,6 +15,7 @@ from kvatlas.router.placement.seconds import (
     FirstTokenModels,
     FirstTokenWork,
     SecondsSettings,
+    probed_parts,
 )
 
 TRUE_RATE, TRUE_OVERHEAD, TRUE_DECODE = 1 / 20_000, 0.012, 0.0008
@@ -139,6 +141,71 @@ def test_a_new_engine_starts_from_its_models_others_or_the_prior() -> None:
     both = [book[name].parts.prefill_s_per_token for name in ("m/a", "m/c")]
     assert book["m/new"].parts.prefill_s_per_token == pytest.approx(sum(both) / 2)
     assert book["third/e"].parts.prefill_s_per_token == DEFAULTS.prefill_s_per_token
+
+
+def probe(tokens: int, slower: float = 1.0, compiles: float = 1.0) -> tuple[int, float]:
+    return tokens, compiles * slower * (TRUE_OVERHEAD + TRUE_RATE * tokens)
+
+
+def probed(*timed: tuple[int, float]) -> FirstTokenModel:
+    model = Book()["m/e"]
+    model.probed(timed)
+    return model
+
+
+@pytest.mark.parametrize("slower", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("tokens", [(1000, 40), (300, 60), (1800, 1)])
+def test_a_probe_is_the_guess_of_a_models_first_engine(tokens: tuple[int, int], slower: float) -> None:
+    """Of an engine that compiled for its first request, and had other requests beside a few."""
+    long, few = (probe(count, slower) for count in tokens)
+    model = probed(probe(tokens[0], slower, 14.0), few, long, probe(tokens[1], slower, 3.0), few, long)
+    assert model.guessed
+    for count in (1, 100, 4000):
+        assert sum(model.seconds(FirstTokenWork(count))) == pytest.approx(probe(count, slower)[1], rel=0.05)
+    for _ in range(DEFAULTS.samples_min):
+        assert model.guessed
+        model.observe(FirstTokenWork(100), probe(100, 2 * slower)[1], 0.0)
+    assert not model.guessed
+    assert sum(model.seconds(FirstTokenWork(100))) == pytest.approx(probe(100, 2 * slower)[1], rel=0.2)
+
+
+@pytest.mark.parametrize("tokens", [(30,), (1000,), (400, 380, 300), (1000, 1000)])
+def test_a_probe_of_one_length_scales_the_prior(tokens: tuple[int, ...]) -> None:
+    model = probed(probe(1000, 2.0, 14.0), *(probe(count, 2.0) for count in tokens))
+    for count in tokens:
+        assert sum(model.seconds(FirstTokenWork(count))) == pytest.approx(probe(count, 2.0)[1], rel=0.4)
+
+
+def test_a_probe_counts_for_less_than_the_models_other_engines() -> None:
+    book = Book()
+    book["m/new"].probed([probe(1000, 5.0), probe(1000, 5.0), probe(40, 5.0)])
+    book.teach("m/a", 1.0)
+    assert book["m/new"].parts == book["m/a"].parts
+    book["m/a"].close()
+    assert book["m/new"].parts.prefill_s_per_token == pytest.approx(5.0 * TRUE_RATE)
+
+
+@pytest.mark.parametrize(
+    "timed",
+    [
+        (),
+        ((1000, 1.0),),
+        ((1000, 1.0), (0, 1.0), (-5, 1.0), (10, 0.0), (10, -1.0), (10, math.nan), (10, math.inf)),
+    ],
+)
+def test_a_probe_that_says_nothing_changes_nothing(timed: tuple[tuple[int, float], ...]) -> None:
+    assert probed(*timed).parts == Book()["m/e"].parts
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_a_probe_took_is_within_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    timed = [(round(10 ** rng.uniform(0, 18)), 10 ** rng.uniform(-12, 12)) for _ in range(rng.randint(2, 32))]
+    parts = probed_parts(timed, DEFAULTS)
+    assert parts is not None
+    assert 0 < parts.overhead_s <= DEFAULTS.overhead_s_max
+    assert DEFAULTS.prefill_s_per_token_min <= parts.prefill_s_per_token <= DEFAULTS.prefill_s_per_token_max
+    assert 0 < parts.decode_interference_s <= DEFAULTS.decode_interference_s_max
 
 
 def test_an_engine_guesses_until_it_has_samples() -> None:
