@@ -27,6 +27,12 @@ _info = partial(Finding, severity=Severity.INFO)
 _warning = partial(Finding, severity=Severity.WARNING)
 _error = partial(Finding, severity=Severity.ERROR)
 
+_FEED_SEEN = {
+    FeedState.COLD: "the router is not connected to its events",
+    FeedState.REPLAYING: "its earlier events are being fetched",
+    FeedState.DEGRADED: "some of its events are missing",
+    FeedState.STALE: "its events have stopped",
+}
 _FEED_REMEDIES = {
     FeedState.COLD: "check events= of this engine, the firewall between router and engine, and that the "
     "endpoint in its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and "
@@ -243,7 +249,7 @@ def _feed(engine: Engine) -> Iterator[Finding]:
         yield _warning(
             "feed.state",
             subject=engine.engine_id,
-            seen=f"the router's feed is {state}{reason}",
+            seen=f"{_FEED_SEEN[FeedState(state)]}: the feed is {state}{reason}",
             cause="what the engine holds is not fully known to the router",
             remedy=_FEED_REMEDIES[FeedState(state)],
         )

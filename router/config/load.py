@@ -233,7 +233,9 @@ def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
             near = meant(f"{prefix}{name}", [f"{prefix}{key}" for key in types], prefix=prefix)
             if not near and prefix.rstrip(".") in SECTIONS:
                 near = meant(f"{prefix}{name}", _all_keys())
-            raise ConfigError(f"unknown key {prefix}{name}{near or ';'} known: {', '.join(sorted(types))}")
+            full = ((key, f"{prefix}{key}") for key in sorted(types))
+            names = ", ".join(key for key, path in full if path not in SECTIONS or plain_keys(path))
+            raise ConfigError(f"unknown key {prefix}{name}{near or ';'} known: {names}")
         values[name] = _value(value, types[name], f"{prefix}{name}")
     try:
         return struct(**values)

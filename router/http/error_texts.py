@@ -24,6 +24,11 @@ _TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (MemoryError, "not enough memory"),
 )
 _DETAILED = (msgspec.ValidationError,)
+_OS_TEXTS = {
+    errno.ECONNREFUSED: "connection refused",
+    errno.EADDRINUSE: "address already in use; stop what listens there, or give another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address",
+}
 
 
 class NotConnectedError(OSError):
@@ -69,9 +74,7 @@ def _os_error_text(error: OSError) -> str:
     numbers = {int(number) for number in _NUMBER.findall(str(error))}
     if error.errno is not None:
         numbers.add(error.errno)
-    if numbers == {errno.ECONNREFUSED}:
-        return "connection refused"
     if len(numbers) == 1:
         (number,) = numbers
-        return os.strerror(number)[:1].lower() + os.strerror(number)[1:]
+        return _OS_TEXTS.get(number) or os.strerror(number)[:1].lower() + os.strerror(number)[1:]
     return error.strerror or str(error) or "failed without a reason"

@@ -53,8 +53,10 @@ def parse_url(url: str) -> Target:
     parts = urlsplit(url)
     base, _, extra = parts.scheme.partition("+")
     if base not in {"redis", "rediss", "valkey", "valkeys"} or extra not in {"", "cluster", "sentinel"}:
-        raise SettingsError(f"url: scheme {parts.scheme!r}: use redis://, rediss://, redis+cluster:// "
-                            "or redis+sentinel://")  # fmt: skip
+        raise SettingsError(f"url: scheme {parts.scheme!r}: expected redis://HOST:PORT/DB (TLS: rediss), "
+                            "redis+cluster:// or redis+sentinel://")  # fmt: skip
+    if not parts.netloc:
+        raise SettingsError("url: no host: expected redis://HOST:PORT/DB")
     kind: Kind = "cluster" if extra == "cluster" else "sentinel" if extra == "sentinel" else "server"
     userinfo, _, hosts = parts.netloc.rpartition("@")
     name, colon, secret = userinfo.partition(":")
@@ -86,7 +88,7 @@ def _path(parts: SplitResult, kind: Kind) -> tuple[str, int]:
             raise SettingsError("url: redis+sentinel:// needs the master's name: .../NAME or .../NAME/DB")
         service, pieces = pieces[0], pieces[1:]
     if len(pieces) > 1 or (pieces and not pieces[0].isdecimal()):
-        raise SettingsError(f"url: the path must be a database number, not {'/'.join(pieces)!r}")
+        raise SettingsError(f"url: {'/'.join(pieces)!r} is no database number: expected redis://HOST:PORT/DB")
     db = int(pieces[0]) if pieces else 0
     if db and kind == "cluster":
         raise SettingsError("url: a Cluster has database 0 only")

@@ -241,7 +241,7 @@ class Client:
                     pause = min(2 * pause, _BACKOFF_S_MAX)
                     continue
                 if self.last_error:
-                    _LOG.info("shared index reachable again", index=repr(self._target))
+                    _LOG.info("shared index reachable again", index=self._target.where)
                 self.last_error, pause = "", _BACKOFF_S
                 self._ready.set()
                 with suppress(TimeoutError):
@@ -252,7 +252,7 @@ class Client:
         problem = unavailable(error) if isinstance(error, RedisError | OSError) else error
         shown = describe_error(problem)
         if not self.last_error:
-            _LOG.warning("shared index not reachable", index=repr(self._target), error=shown)
+            _LOG.warning("shared index not reachable", index=self._target.where, error=shown)
         self.last_error = shown
         self._ready.clear()
         await asyncio.sleep(pause_s)

@@ -10,6 +10,7 @@ waiting requests is bounded; a lost connection fails all waiting requests.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with
     """The shared index cannot answer now. ``reason`` is one or two short words, for counters."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+        super().__init__(f"{reason}: {detail.removeprefix(f'{reason}: ')}" if detail else reason)
         self.reason = reason
 
 
@@ -44,7 +45,14 @@ def unavailable(error: RedisError | OSError) -> IndexUnavailable:
         return ServerError(code, str(error)) if code else ServerError(word or "ERR", rest)
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return IndexUnavailable("timeout", str(error))
+    if refused := _CONNECTING.match(str(error)):
+        number, where = refused.groups()
+        return IndexUnavailable("connection", f"{where}: {describe_error(OSError(int(number), ''))}")
     return IndexUnavailable("connection", str(error) or describe_error(error))
+
+
+# redis-py's words for an ``OSError`` of a socket; TLS has the number 1, and its own words.
+_CONNECTING = re.compile(r"Error (\d\d+) connecting to (\S+)\.(?: |$)")
 
 
 _WAITING_MAX = 4096

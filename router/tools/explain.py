@@ -13,7 +13,15 @@ from rich.table import Table
 from kvatlas.router.admission.claims import TARGET
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
-from kvatlas.router.tools.ops_client import ask, make_table, ops_headers, output_console, reason, router_url
+from kvatlas.router.tools.ops_client import (
+    OPS_PORT_HINT,
+    ask,
+    make_table,
+    ops_headers,
+    output_console,
+    reason,
+    router_url,
+)
 
 _TIMEOUT_S = 30.0
 _ANSWER_BYTES_MAX = 64 << 20
@@ -73,7 +81,7 @@ def router_body(path: Path, body: bytes, api: str | None) -> bytes:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except _BAD_JSON as error:
-        raise PromptError(f"{path}: {error}") from None
+        raise PromptError(f"{path}: not the JSON of a request: {error}") from None
     fields["prompt"] = fields.pop("token_ids")
     return msgspec.json.encode(fields)
 
@@ -82,7 +90,7 @@ def _fields(path: Path, body: bytes) -> _Fields:
     try:
         return msgspec.json.decode(body, type=_Fields)
     except _BAD_JSON as error:
-        raise PromptError(f"{path}: {error}") from None
+        raise PromptError(f"{path}: not the JSON of a request: {error}") from None
 
 
 class ExplainOptions(msgspec.Struct, frozen=True):
@@ -124,7 +132,7 @@ def _ask(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) ->
     try:
         status, text = ask(url, headers=headers, body=body, timeout_s=_TIMEOUT_S, bytes_max=_ANSWER_BYTES_MAX)
     except OSError as error:
-        raise PromptError(str(error)) from None
+        raise PromptError(f"{error}; {OPS_PORT_HINT}") from None
     if status != 200:
         message = reason(text) or text[:200].decode(errors="replace")
         print(f"kvatlas explain: {url}: {status}: {message}", file=sys.stderr)

@@ -21,6 +21,9 @@ from kvatlas.router.http.error_texts import describe_error
 
 # Environment variable with the token of a router that requires one (``server.ops_token_file``).
 TOKEN_VARIABLE = "KVATLAS_OPS_TOKEN"  # noqa: S105  # its name
+OPS_PORT_HINT = (
+    "start the router, or give --router the URL of its ops port (server.ops_port, 9001 where not set)"
+)
 _TEXT_MAX = 300
 
 

@@ -21,7 +21,14 @@ from rich.text import Text
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.tools.doctor.http import Http, HttpAnswer
-from kvatlas.router.tools.ops_client import LIVE_STYLE, make_table, ops_headers, output_console, router_url
+from kvatlas.router.tools.ops_client import (
+    LIVE_STYLE,
+    OPS_PORT_HINT,
+    make_table,
+    ops_headers,
+    output_console,
+    router_url,
+)
 from kvatlas.router.tools.top_snapshot import EngineRow, RouterSnapshot, Totals, make_snapshot
 
 _COLUMNS = (">reqs", ">req/s", ">hit", ">exact", ">queue", ">run", ">wait", ">KV\nuse", ">KV\ncached")
@@ -55,7 +62,10 @@ def render(snapshot: RouterSnapshot, *, hint: str = "") -> RenderableType:
     if bad:
         parts.append(Text(f"problems: {describe_counts(Counter(one.severity for one in bad))}"))
     parts += [
-        Text(f"{_short(one.subject)}: {one.seen}", style=_STYLES[one.severity]) for one in bad[:_PROBLEMS_MAX]
+        Text(
+            f"{_short(one.subject)}: {one.seen.removeprefix(f'{one.subject}: ')}", style=_STYLES[one.severity]
+        )
+        for one in bad[:_PROBLEMS_MAX]
     ]
     if len(bad) > _PROBLEMS_MAX:
         parts.append(Text(f"{len(bad) - _PROBLEMS_MAX} more: kvatlas doctor --router, or the status page"))
@@ -229,7 +239,8 @@ async def take_snapshot(
     listed = _listed(engines)
     if listed is None:
         why = engines.description if not engines.ok else "a response that is not a kvatlas router's"
-        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {why}")
+        hint = "" if engines.status else f"; {OPS_PORT_HINT}"
+        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {why}{hint}")
     page = metrics.body.decode("utf-8", "replace") if metrics.ok else ""
     return make_snapshot(
         url,

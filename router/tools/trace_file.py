@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.publisher.block_hash import MultimodalItem, PromptExtras
+from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.index.learn.layout import ModelFacts
 
 # Longest line that is read: fits the largest payload a feed decodes, in base64.
@@ -136,7 +137,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise RecordingError(f"{path}:{number}: line over {LINE_BYTES_MAX} bytes")
                 yield number, text
     except (OSError, EOFError, zlib.error) as error:
-        raise RecordingError(f"{path}:{number + 1}: cannot be read: {error}") from None
+        raise RecordingError(f"{path}:{number + 1}: cannot be read: {describe_error(error)}") from None
 
 
 def trace_facts(path: Path) -> ModelFacts:

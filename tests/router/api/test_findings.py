@@ -88,7 +88,12 @@ def faster(one: Engine) -> None:
 CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
     (down, "engine.down", Severity.ERROR, "down: refused"),
     (held, "engine.on_hold", Severity.INFO, "gets no new requests: drained by ann"),
-    (feed(FeedState.COLD), "feed.state", Severity.WARNING, "feed is cold"),
+    (
+        feed(FeedState.COLD),
+        "feed.state",
+        Severity.WARNING,
+        "the router is not connected to its events: the feed is cold",
+    ),
     (feed(FeedState.STALE), "feed.state", Severity.WARNING, "feed is stale"),
     (feed(FeedState.DEGRADED, "history_rolled"), "feed.state", Severity.WARNING, "degraded (history_rolled)"),
     (feed(FeedState.READY, phantom_alarms=2), "feed.phantoms", Severity.WARNING, "2 phantom alarm(s)"),

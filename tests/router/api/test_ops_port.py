@@ -148,7 +148,8 @@ async def test_a_port_in_use_is_reported_and_nothing_starts() -> None:
                 pytest.fail("it must not start")
     (line,) = [line for line in logs if line["event"] == "not started"]
     where = f"127.0.0.1:{server.ops_port}"
-    assert line["problem"] == f"server.ops_port: cannot listen on {where}: address already in use"
+    said = f"server.ops_port: cannot listen on {where}: address already in use; stop "
+    assert line["problem"].startswith(said)
 
 
 def settings(tmp_path: Path, server: str, rest: str = "") -> Config:

@@ -167,7 +167,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ("[usage]\nfiles_max = 0", "usage.files_max = 0: expected a finite number"),
         (
             "[polcy]\nspread = 1",
-            "unknown key polcy; did you mean policy? known: admin, aliases, cors, engines,",
+            "unknown key polcy; did you mean policy? known: admin, aliases, cors, engines, epp, fleet,",
         ),
         ("policy = 3", "policy: expected a table of settings, got 3"),
         ('[policy]\nspread = "high"', "policy.spread = 'high': expected a number"),

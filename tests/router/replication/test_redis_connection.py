@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.asyncio import BlockingConnectionPool
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvatlas.router.replication.index_url import parse_url
 from kvatlas.router.replication.master import Master
@@ -140,6 +141,15 @@ def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason
         assert (type(found), found.reason) == (ServerError, reason)
 
     asyncio.run(talk(answer, body))
+
+
+def test_a_refused_connection_is_told_once_and_in_words() -> None:
+    said = "Error 111 connecting to 10.0.0.5:6379. Connect call failed ('10.0.0.5', 6379)."
+    found = unavailable(RedisConnectionError(said))
+    assert str(found) == "connection: 10.0.0.5:6379: connection refused"
+    assert str(IndexUnavailable("connection", str(found))) == str(found)
+    tls = "Error 1 connecting to 10.0.0.5:6379. [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed."
+    assert str(unavailable(RedisConnectionError(tls))) == f"connection: {tls}"
 
 
 @pytest.mark.parametrize("said", [b"", b":1\r\n", b"?nonsense\r\n"])

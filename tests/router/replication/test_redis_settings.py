@@ -46,7 +46,9 @@ def test_urls(url: str, target: Target) -> None:
     [
         ("http://host", "scheme 'http'"),
         ("redis+ring://host", "scheme"),
-        ("redis://host/db", "database number"),
+        ("host:6379", "expected redis://HOST:PORT/DB"),
+        ("redis:/host:6379/0", "no host: expected redis://HOST:PORT/DB"),
+        ("redis://host/db", "'db' is no database number: expected redis://HOST:PORT/DB"),
         ("redis://host/1/2", "database number"),
         ("redis+cluster://host/1", "database 0 only"),
         ("redis+sentinel://host", "master's name"),

@@ -37,7 +37,7 @@ def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.Complete
         (["record", "-o", "x.jsonl"], "no engine"),
         (["record", "--engine", "events=tcp://h:1"], "--output"),
         (["replay"], "give a capture"),
-        (["replay", "/nowhere.jsonl"], "/nowhere.jsonl:1: cannot be read"),
+        (["replay", "/nowhere.jsonl"], "/nowhere.jsonl:1: cannot be read: no such file or directory\n"),
         (["replay", str(CAPTURES[0]), "--samples", "0"], "--samples: 0"),
         (["replay", str(CAPTURES[0]), "--source", "nobody"], "no frames of nobody"),
         (["explain", "--request", "/nowhere.json"], "--router"),
@@ -46,6 +46,10 @@ def test_replay_from_the_command_line(kvatlas: Callable[..., subprocess.Complete
             "/nowhere.json: cannot be read",
         ),
         (["explain", "--router", "h:1", "--request", "/nowhere.json"], "expected http://HOST:PORT"),
+        (
+            ["explain", "--router", "http://h:1", "--request", str(ROOT / "README.md")],
+            "README.md: not the JSON of a request",
+        ),
     ],
 )
 def test_bad_arguments_end_with_status_2_and_a_reason(
@@ -55,6 +59,16 @@ def test_bad_arguments_end_with_status_2_and_a_reason(
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
+
+
+def test_explain_without_a_router_says_what_to_do(
+    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps(CHAT))
+    ended = kvatlas("explain", "--router", "http://127.0.0.1:9", "--request", str(body))
+    assert ended.returncode == 2
+    assert "connection refused; start the router, or give --router" in ended.stderr
 
 
 def test_a_running_router_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -395,7 +395,7 @@ def _by_model(seen: Evidence) -> dict[str, list[EngineEvidence]]:
 @check("fleet.engines")
 def engines(seen: Evidence) -> Iterator[CheckResult]:
     """Check that there is an engine to examine."""
-    if not seen.engines:
+    if not seen.engines and (seen.router is None or seen.router.engines is not None):
         yield error(
             "no engine to examine",
             "the router names none, or its response was not understood",

@@ -12,6 +12,7 @@ from kvatlas.router.observe.findings import BAD, Finding
 from kvatlas.router.tools.doctor.engine_gauges import series
 from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
+from kvatlas.router.tools.ops_client import OPS_PORT_HINT
 
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
@@ -30,7 +31,7 @@ def reach(seen: Evidence) -> Iterator[CheckResult]:
         yield error(
             f"GET /kvatlas/engines: {router.engines_answer.description}",
             "the router is down, or the URL is not that of a kvatlas router's ops port",
-            "give --router the URL of the ops port (server.ops_port, 9001 where not set)",
+            OPS_PORT_HINT,
             subject=router.url,
         )
         return

@@ -260,7 +260,7 @@ async def test_a_port_in_use_is_reported_and_nothing_starts(tmp_path: Path) -> N
                 pytest.fail("it must not start")
     (line,) = [line for line in logs if line["event"] == "not started"]
     where = f"127.0.0.1:{admin.port}"
-    assert line["problem"] == f"admin.port: cannot listen on {where}: address already in use"
+    assert line["problem"].startswith(f"admin.port: cannot listen on {where}: address already in use; stop ")
 
 
 async def test_without_any_engine_the_router_starts_and_takes_them(tmp_path: Path) -> None:

@@ -82,6 +82,13 @@ async def test_no_engine_at_all() -> None:
         found.expect("fleet.engines", Severity.ERROR, "no engine to examine")
 
 
+async def test_without_a_router_nothing_is_said_of_engines() -> None:
+    async with http_server({}) as url:
+        found = await examined(router=url)
+        found.expect("router.reach", Severity.ERROR, "404")
+        assert found.of("fleet.engines") == []
+
+
 def router(**changes: Any) -> Answers:
     answers = {"/kvatlas/engines": [{**UP, **changes}], "/ready": {"ready": True, "reason": ""}}
     return {**answers, "/metrics": {}, "/version": {"version": "0.1.0"}}

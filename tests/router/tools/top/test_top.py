@@ -115,7 +115,7 @@ def test_states_that_matter_are_shown() -> None:
         "a:1: down: refused",
         "b:1: predictions drift",
         "c:1: feed degraded",
-        "m: m: its prompts",
+        "\nm: its prompts",
         "3 errors in 5 min",
         "feed degraded 250 ms late",
         "50%",
@@ -215,6 +215,12 @@ def test_bad_arguments(
     assert ended.returncode == 2
     assert told in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_what_to_do_without_a_router(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = kvatlas("top", "--once", "--router", GONE)
+    assert ended.returncode == 1
+    assert "connection refused; start the router, or give --router" in " ".join(ended.stdout.split())
 
 
 @pytest.mark.process
