@@ -541,13 +541,21 @@ class Engine(EngineStatus):
         if residency is None:
             self._cleared()
         else:
-            residency.writer.pool = PoolListener(self._stored, self._removed, self._cleared)
+            self._listen()
             residency.writer.session_stored = partial(self._accounts.sessions.stored, self.engine_id)
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:
             self.shadow = Shadow(shadow, self._accounts.shadow_stats, _later)
         self.fleet_changed()
+
+    def _listen(self) -> None:
+        """Have the events of its pool told to the forecast, and to windows or states where it has them."""
+        if self.residency is not None:
+            told = PoolListener(self.evictions.stored, self.evictions.removed, self.evictions.clear)
+            if self.parts is not None:
+                told = PoolListener(self._stored, self._removed, self._cleared)
+            self.residency.writer.pool = told
 
     def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
         self.evictions.stored(hashes, parent)
@@ -568,6 +576,7 @@ class Engine(EngineStatus):
         """Follow its windows or states by SGLang's rules; None: they cannot be."""
         if spec != self._parts_spec:
             self._parts_spec, self.parts = spec, None if spec is None else spec.make()
+            self._listen()
 
     def prompt_started(self, pooled: PooledPrompt | None, parted: SentPrompt | None) -> None:
         """Note the first token of a prompt, by its entries in the forecast and in the rules."""

@@ -9,10 +9,11 @@ from typing import Literal
 import pytest
 
 from kvatlas.publisher.block_hash import HashScheme, block_hashes
+from kvatlas.publisher.events import AllBlocksCleared
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engine_metrics import read_statement
 from kvatlas.router.fleet.engines import DesiredFleet, EngineAddress
-from kvatlas.router.fleet.statement import EngineStatement
+from kvatlas.router.fleet.statement import EngineStatement, PartPools
 from kvatlas.router.fleet.status import Fleet
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
@@ -22,10 +23,11 @@ from kvatlas.router.placement.candidate import Hit
 from kvatlas.router.placement.engine import Accounts, Engine, PromptView
 from kvatlas.router.placement.inflight import InflightPrefixes
 from kvatlas.router.placement.others import OthersLoad
+from kvatlas.router.placement.radix_parts import parts_spec
 from kvatlas.router.placement.rates import PrefillSample
 from kvatlas.router.placement.shadow import ShadowPrompt, ShadowSpec
 from kvatlas.router.placement.snapshot import candidates
-from tests.support.event_writer import Prompt, Writer, batch, tokens
+from tests.support.event_writer import Prompt, Writer, batch, removed, tokens
 
 NOW = 100.0
 
@@ -237,3 +239,30 @@ def test_a_shadow_stands_in_for_events() -> None:
     assert (found.gpu_tokens, found.confidence, found.mode) == (192, "shadow", "shadow")
     one.reset()
     assert one.hit(asked).gpu_tokens == 0
+
+
+@pytest.mark.parametrize("rules_first", [False, True])
+def test_windows_are_told_of_events_as_long_as_they_are_followed(rules_first: bool) -> None:
+    """An engine's statement may be read before its model is known, or after, and may change."""
+    one, fleet, scheme = engine(), FleetResidency(ModelFacts()), HashScheme(hash_block_size=16)
+    specs = [parts_spec(PartPools(16_000, window_tokens=size), 16, 15) for size in (4000, 5000)]
+    prompt, write = tokens(65), Writer(scheme)
+    hashes = block_hashes(prompt, scheme)
+    if rules_first:
+        one.follow_parts(specs[0])
+    one.learn_from(fleet.residency(one.engine_id), shadow=None)
+    for spec in specs:
+        one.follow_parts(spec)
+        fleet.apply(one.engine_id, batch(write.stored(prompt)))
+        assert one.parts is not None
+        assert one.parts.find(hashes, len(prompt)) == (4, 4)
+        fleet.apply(one.engine_id, batch(removed(*hashes[2:])))
+        assert one.parts.find(hashes, len(prompt))[1] == 2
+        fleet.apply(one.engine_id, batch(AllBlocksCleared()))
+        assert one.parts.find(hashes, len(prompt))[1] == 0
+    left = one.parts
+    one.follow_parts(None)
+    fleet.apply(one.engine_id, batch(write.stored(prompt)))
+    assert left is not None
+    assert left.find(hashes, len(prompt))[1] == 0
+    assert one.parts is None
