@@ -143,7 +143,7 @@ def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason
     asyncio.run(talk(answer, body))
 
 
-def test_a_refused_connection_is_told_once_and_in_words() -> None:
+def test_a_refused_connection_is_described_once() -> None:
     said = "Error 111 connecting to 10.0.0.5:6379. Connect call failed ('10.0.0.5', 6379)."
     found = unavailable(RedisConnectionError(said))
     assert str(found) == "connection: 10.0.0.5:6379: connection refused"

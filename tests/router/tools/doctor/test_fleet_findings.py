@@ -82,7 +82,7 @@ async def test_no_engine_at_all() -> None:
         found.expect("fleet.engines", Severity.ERROR, "no engine to examine")
 
 
-async def test_without_a_router_nothing_is_said_of_engines() -> None:
+async def test_without_a_router_there_is_no_finding_about_engines() -> None:
     async with http_server({}) as url:
         found = await examined(router=url)
         found.expect("router.reach", Severity.ERROR, "404")

@@ -217,7 +217,9 @@ def test_bad_arguments(
     assert "Traceback" not in ended.stderr
 
 
-def test_what_to_do_without_a_router(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_without_a_router_the_remedy_is_shown(
+    kvatlas: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     ended = kvatlas("top", "--once", "--router", GONE)
     assert ended.returncode == 1
     assert "connection refused; start the router, or give --router" in " ".join(ended.stdout.split())
