@@ -53,18 +53,19 @@ def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
     ]
     if split is not None and split.prefill is not None and split.first_token_s is not None:
         pair = f"{split.prefill.choice.engine_id} -> {decision.choice.engine_id}"
-        late_s = max(0.0, split.first_token_s - left_s)
-        engines.append({"engine": pair, "first_token_s": split.first_token_s, "late_s": late_s})
+        first_s = split.first_token_s + split.margin_s
+        engines.append({"engine": pair, "first_token_s": first_s, "late_s": max(0.0, first_s - left_s)})
     return {"left_s": left_s, "engines": engines}
 
 
 def _split(split: Split) -> Generator[None, None, dict[str, Any]]:
     """Return whether the prompt is computed elsewhere; if not, ``why``; and the costs of both."""
+    first_s = split.first_token_s
     told = {
         "why": split.why,
         "local_s": split.local_s,
         "remote_s": split.remote_s,
-        "first_token_s": split.first_token_s,
+        "first_token_s": None if first_s is None else first_s + split.margin_s,
         "transfer_tokens": split.lacks_tokens,
         "transfer_s": split.transfer_s,
     }

@@ -281,13 +281,10 @@ class Planner:
         wait_s = queued_s + decision.wait_s()
         refused = long_wait(wait_s, target_s)
         by_level = refuses != "off" and target_s == left_s
-        parts = None
-        if refused is None and refuses == "first-token" and decision.split is None:
-            parts = decision.first_token()
-        if parts is not None:
-            wait_s, by_level = queued_s + parts.queue_s + parts.pages_s, True
-            margin_s = decision.engine.first_tokens.margin_s
-            refused = late_first_token(queued_s + parts.total_s, wait_s, left_s, margin_s)
+        predicted = decision.level_s() if refused is None and refuses == "first-token" else None
+        if predicted is not None:
+            (first_s, wait_s, margin_s), by_level = predicted, True
+            refused = late_first_token(queued_s + first_s, queued_s + wait_s, left_s, margin_s)
         if refused is None or not by_level:
             return refused
         return msgspec.structs.replace(refused, level_s=claim.level_s)

@@ -411,12 +411,6 @@ class Engine(EngineStatus):
             room_s = candidate.room_s
         return queue_s if queue_s > room_s else room_s  # noqa: FURB136
 
-    @property
-    def own_s(self) -> float:
-        """Addition to the wait of a prompt that another engine computes: its overhead, and the margin for
-        errors."""
-        return self.rates.model.parts.overhead_s + (self.first_tokens.margin_s or 0.0)
-
     def level_s(
         self, scored: ScoredCandidates, index: int, order: EngineOrder | None = None
     ) -> tuple[float, float]:

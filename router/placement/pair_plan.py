@@ -13,10 +13,10 @@ So an engine that holds most of a prompt computes the rest itself, and so does a
 threshold except the minimum ``min_remote_tokens``. The best prefill engine depends on the decode engine
 only by its version, and for engines with both roles: so |P| + |D| costs are computed, not |P| * |D|.
 
-With a service level, plans predicted to give the first token in time go before those that are not. Alone,
-the prediction is the engine's; apart, the sum of the prefill engine's, the overhead, the transfer and the
-wait at the decode engine. With concurrent legs that wait passes during the prefill: then the sum is an
-upper bound.
+With a service level, plans predicted to give the first token in time go before those that are within the
+margin for errors, and these before those that are not. Alone, the prediction is the engine's; apart, the sum
+of the prefill engine's, the overhead, the transfer and the wait at the decode engine, with both margins. With
+concurrent legs that wait passes during the prefill: then the sum is an upper bound.
 
 Waiting sequences count in the price of delays of ``cost`` (docs/decisions/050), not in the weight: counted as
 delayed there too, whole answers took 2 % longer in the mean of six simulated fleets (450 conversations, 2 + 6
@@ -41,13 +41,14 @@ from kvatlas.router.placement.service_level import Pick, Predicting, level_met
 
 class Side(msgspec.Struct, frozen=True, gc=False):
     """One engine as a candidate for one of the two roles. ``version`` None: unknown. ``lacks``: tokens that
-    would be transferred to it. ``own_s``: its overhead, and the margin for errors of its predictions;
-    ``engine`` makes these, None: the cost's own seconds are taken."""
+    would be transferred to it. ``own_s``: its overhead; ``margin_s``: for errors of its predictions, which
+    ``engine`` makes, None: the cost's own seconds are taken."""
 
     candidate: Candidate
     version: str | None
     lacks: int = 0
     own_s: float = 0.0
+    margin_s: float = 0.0
     engine: Predicting | None = None
 
     def level_s(
@@ -55,7 +56,7 @@ class Side(msgspec.Struct, frozen=True, gc=False):
     ) -> tuple[float, float]:
         """Implement ``Predicting``."""
         if self.engine is None:
-            return scored.cost(index).first_token_s + self.candidate.interference_s, self.own_s
+            return scored.cost(index).first_token_s + self.candidate.interference_s, self.margin_s
         return self.engine.level_s(scored, index, order)
 
 
@@ -73,6 +74,7 @@ class Partner(msgspec.Struct, frozen=True, gc=False):
     choice: Choice
     cost_s: float
     first_token_s: float
+    margin_s: float
 
 
 class _Place(msgspec.Struct, frozen=True, gc=False):
@@ -82,14 +84,15 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
     seconds: float
     cost: Cost
     first_token_s: float
-    late: bool
-    """Whether ``first_token_s`` is beyond the target."""
+    margin_s: float
+    left_s: float
     partner: Partner | None = None
 
     @property
-    def rank(self) -> tuple[bool, float]:
+    def rank(self) -> tuple[int, float]:
         """Lower is better."""
-        return self.late, self.seconds
+        late = (self.first_token_s > self.left_s) + (self.first_token_s + self.margin_s > self.left_s)
+        return late, self.seconds
 
 
 class PairPlan(msgspec.Struct, frozen=True, gc=False):
@@ -103,7 +106,9 @@ class PairPlan(msgspec.Struct, frozen=True, gc=False):
     scored: ScoredCandidates
     local_s: float
     first_token_s: float
-    """Predicted time to first token of this plan, margins included."""
+    """Predicted time to first token of this plan."""
+    margin_s: float
+    """For errors of that prediction."""
     remote_s: float | None = None
     why: str = ""
 
@@ -130,8 +135,8 @@ def plan(
         cost = scored.cost(index)
         local_s = cost.total_s + _delay_s(side, cost, pd)
         # Without a target only that of the plan is needed.
-        first_s = 0.0 if left_s == math.inf else sum(side.level_s(scored, index))
-        alone = _less(alone, _Place(index, local_s, cost, first_s, first_s > left_s), key)
+        first_s, margin_s = (0.0, 0.0) if left_s == math.inf else side.level_s(scored, index)
+        alone = _less(alone, _Place(index, local_s, cost, first_s, margin_s, left_s), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
         partner = partners.partner_of(side)
@@ -141,13 +146,14 @@ def plan(
         transfer_s = pd.leg_overhead_s + pd.transfer_s_per_token * side.lacks
         remote_s = partner.cost_s + transfer_s + cost.queue_s + cost.decode_s
         first_s = partner.first_token_s + transfer_s + cost.wait_s + side.own_s
-        apart = _less(apart, _Place(index, remote_s, cost, first_s, first_s > left_s, partner), key)
+        margin_s = partner.margin_s + side.margin_s
+        apart = _less(apart, _Place(index, remote_s, cost, first_s, margin_s, left_s, partner), key)
     if alone is None:
         raise ValueError("no decode engine")
     best = alone if apart is None or alone.rank <= apart.rank else apart
-    first_s = best.first_token_s
+    first_s, margin_s = best.first_token_s, best.margin_s
     if best is alone and left_s == math.inf:
-        first_s = sum(decode[best.at].level_s(scored, best.at))
+        first_s, margin_s = decode[best.at].level_s(scored, best.at)
     return PairPlan(
         best.at,
         best.cost,
@@ -155,6 +161,7 @@ def plan(
         scored,
         alone.seconds,
         first_s,
+        margin_s,
         remote_s=None if apart is None else apart.seconds,
         why=why if apart is None else "local" if best is alone else "",
     )
@@ -231,8 +238,8 @@ class _Partners:
             return None
         choice = pick_in_time(sides, self._pick, self._left_s)
         cost, side = choice.cost, sides[choice.index]
-        first_token_s = sum(side.level_s(choice.scored, choice.index))
-        return Partner(sides, choice, cost.total_s + _delay_s(side, cost, self._pd), first_token_s)
+        seconds = cost.total_s + _delay_s(side, cost, self._pd)
+        return Partner(sides, choice, seconds, *side.level_s(choice.scored, choice.index))
 
 
 def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:

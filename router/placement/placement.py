@@ -61,7 +61,9 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     remote_s: float | None = None
     """Cost of the best pair."""
     first_token_s: float | None = None
-    """Predicted time to first token, margins included; None if the prompt has been computed already."""
+    """Predicted time to first token; None if the prompt has been computed already."""
+    margin_s: float = 0.0
+    """For errors of that prediction."""
 
 
 class MostHeld(msgspec.Struct, frozen=True, gc=False):
@@ -205,6 +207,22 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
             return None
         return self.engine.first_token(candidate, self.choice.cost, read.num_tokens, self.order)
+
+    def level_s(self) -> tuple[float, float, float] | None:
+        """Return the predicted seconds to the first token, of these the ones before an engine begins with the
+        prompt, and the margin for errors; of a split request, at both engines. None without a prediction."""
+        split = self.split
+        if split is not None and split.prefill is not None:
+            parts = split.prefill.first_token()
+            if parts is None or split.first_token_s is None:
+                return None
+            wait_s = parts.queue_s + parts.pages_s + self.choice.cost.wait_s
+            return split.first_token_s, wait_s, split.margin_s
+        # A body without a prefill engine: the prompt has been computed.
+        parts = self.first_token() if split is None or split.body is None else None
+        if parts is None:
+            return None
+        return parts.total_s, parts.queue_s + parts.pages_s, self.engine.first_tokens.margin_s or 0.0
 
 
 # The usual block of engines whose blocks are not known.

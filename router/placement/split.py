@@ -157,8 +157,8 @@ class DisaggregationPlanner:
         engines = zip(able.engines, able.candidates, strict=True)
         sides = [Side(candidate, engine.version, engine=engine) for engine, candidate in engines]
         choice = pick_in_time(sides, pick, left_s)
-        first_token_s = sum(sides[choice.index].level_s(choice.scored, choice.index))
-        return choice, Split(why, first_token_s=first_token_s)
+        first_s, margin_s = sides[choice.index].level_s(choice.scored, choice.index)
+        return choice, Split(why, first_token_s=first_s, margin_s=margin_s)
 
     def _plan(
         self,
@@ -195,6 +195,7 @@ class DisaggregationPlanner:
                 local_s=best.local_s,
                 remote_s=best.remote_s,
                 first_token_s=best.first_token_s,
+                margin_s=best.margin_s,
             )
         mates = [side.candidate for side in partner.sides]
         there = [helpers[candidate.engine_id] for candidate in mates]
@@ -214,6 +215,7 @@ class DisaggregationPlanner:
             local_s=best.local_s,
             remote_s=best.remote_s,
             first_token_s=best.first_token_s,
+            margin_s=best.margin_s,
         )
         return choice, split
 
@@ -295,7 +297,8 @@ def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
     """An engine that cannot fetch lacks nothing that could be sent."""
     fetches = engine.engine.decodes and engine.kind == "vllm"
     lacks = lacking(engine, candidate.hit, tokens) if fetches else 0
-    return Side(candidate, engine.version, lacks, engine.own_s, engine)
+    own_s, margin_s = engine.rates.model.parts.overhead_s, engine.first_tokens.margin_s or 0.0
+    return Side(candidate, engine.version, lacks, own_s, margin_s, engine)
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:

@@ -192,6 +192,31 @@ async def test_a_target_keeps_a_prompt_from_a_prefill_engine_that_would_miss_it(
         assert (stats.decisions, stats.hopeless) == (2, 1)
 
 
+@pytest.mark.parametrize("margin_s", [0.0, 2.5])
+async def test_split_requests_are_hopeless_without_their_margin_and_refused_by_their_first_token(
+    margin_s: float,
+) -> None:
+    """1.7 s of prefill at one engine for another one, alone or behind more at both."""
+    refusing = PolicySettings(service_levels=True, slo_refuse="first-token")
+    async with apart(P, D, policy=refusing) as (rig, _):
+        long = {"model": MODEL, "prompt": prompt(1, 13_600), "max_tokens": 1}
+        engines, stats = list(rig.router.fleet), rig.router.accounts.slo_stats
+        for engine in engines:
+            for _ in range(20):
+                engine.first_tokens.add(MODEL, 0.0, margin_s)
+        for target_ms, queued_s, hopeless in (2500, 0.0, 0), (2500, 1.6, 1), (9000, 1.6, 0):
+            # By their waits alone none of them would be refused.
+            with queued(*engines, wait_s=queued_s), decoding(rig):
+                before = stats.hopeless
+                target = {"x-slo-ttft-ms": str(target_ms)}
+                _, told = await rig.ask("POST", "/kvatlas/explain", long, target)
+                assert stats.hopeless - before == hopeless, target_ms
+                assert (told["refused"] is not None) == hopeless, target_ms
+                if hopeless:
+                    assert told["split"]["prefill"] is not None
+                    assert told["refused"]["level_s"] == 2.5
+
+
 async def test_a_target_counts_for_requests_that_are_not_split_too() -> None:
     async with apart(P, D, D, policy=LEVELS) as (rig, engines):
         await rig.ready()

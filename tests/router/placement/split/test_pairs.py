@@ -138,11 +138,23 @@ def test_a_plan_in_time_goes_before_a_cheaper_one_that_is_late() -> None:
 def test_a_prefill_engine_predicted_to_be_late_is_skipped_while_another_one_is_not() -> None:
     decode = [side("d", running=9)]
     prefill = [
-        msgspec.structs.replace(side("near", hit_tokens=7900, shared_prefix_tokens=7900), own_s=2.0),
+        msgspec.structs.replace(side("near", hit_tokens=7900, shared_prefix_tokens=7900), margin_s=2.0),
         side("far", hit_tokens=1000, shared_prefix_tokens=1000),
     ]
     found = [partner(planned(decode, prefill, left_s=left_s)) for left_s in (math.inf, 1.5, 0.5)]
     assert found == ["near", "far", "near"]
+
+
+def test_a_plan_that_only_the_margin_makes_late_goes_before_a_cheaper_hopeless_one() -> None:
+    pd = msgspec.structs.replace(PD, transfer_s_per_token=1.1 / TOKENS)
+    decode = [msgspec.structs.replace(side("d", running=3), margin_s=9.0)]
+    prefill = [side("p", hit_tokens=7000, shared_prefix_tokens=7000)]
+    found = [planned(decode, prefill, pd, left_s=left_s) for left_s in (1.1, 0.5)]
+    assert [partner(one) for one in found] == [None, "p"]
+    assert [(one.first_token_s, one.margin_s) for one in found] == [
+        (pytest.approx(1.0), 9.0),
+        (pytest.approx(0.125 + pd.leg_overhead_s + 1.1), 9.0),
+    ]
 
 
 _SIDES = st.builds(
