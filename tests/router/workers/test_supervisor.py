@@ -18,6 +18,35 @@ WOKEN = 3
 """The descriptor of signals: the parent's second pipe."""
 
 
+class Exited(BaseException):
+    """The end of the process in which the worker would run."""
+
+
+class Signals:
+    """In place of the module ``signal``: what a process does with its signals."""
+
+    def __init__(self) -> None:
+        self.handlers, self.blocked, self.wakes = dict[int, Any](), set[int](), -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)
+
+    def signal(self, number: int, handler: Any) -> Any:
+        was, self.handlers[number] = self.handlers.get(number, signal.SIG_DFL), handler
+        return was
+
+    def set_wakeup_fd(self, descriptor: int, *, warn_on_full_buffer: bool = True) -> int:
+        was, self.wakes = self.wakes, descriptor
+        return was
+
+    def pthread_sigmask(self, how: int, numbers: tuple[int, ...]) -> None:
+        self.blocked = self.blocked | {*numbers} if how == signal.SIG_BLOCK else self.blocked - {*numbers}
+
+    @property
+    def untouched(self) -> bool:
+        return {*self.handlers.values()} <= {signal.SIG_DFL} and self.wakes == -1
+
+
 class Machine:
     """In place of the modules ``os``, ``signal``, ``selectors`` and ``time``. Processes are numbered from 1
     in the order of their start; numbers in a script are seconds that pass."""
@@ -35,15 +64,21 @@ class Machine:
         self.started_s, self.died_s = list[float](), list[float]()
         self.sent: list[tuple[int, int]] = []
         self.said: list[str] = []
-        numbers = {name: getattr(signal, name) for name in dir(signal) if name.startswith("SIG")}
-        nothing = dict.fromkeys(("signal", "set_wakeup_fd", "pthread_sigmask"), lambda *_, **__: None)
+        self.signals = Signals()
+        self.child = 0
+        """Number of the process that the script follows; 0: the parent."""
         for name in ("os", "selectors", "time"):
             monkeypatch.setattr(supervisor, name, self)
-        monkeypatch.setattr(supervisor, "signal", SimpleNamespace(**numbers | nothing))
-        sockets = SimpleNamespace(count=2, close=self.says("closed"), stop_listening=self.says("deaf"))
+        monkeypatch.setattr(supervisor, "signal", self.signals)
+        sockets = SimpleNamespace(
+            count=2,
+            close=self.says("closed"),
+            stop_listening=self.says("deaf"),
+            open_worker=lambda slot, life, listens, _: listens() or (slot, life),
+        )
         self.supervisor = Supervisor(
             cast("WorkerSockets", sockets),
-            lambda _: 0,
+            self.works,
             on_up=self.says("up"),
             on_hup=self.says("hup"),
             stop_s_max=stop_s_max,
@@ -58,7 +93,14 @@ class Machine:
         status = self.supervisor.run()
         assert not self.script, "it ended before"
         assert self.said[-1] == "closed"
+        assert self.signals.untouched
         return status
+
+    def works(self, worker: Any) -> int:
+        assert worker == (1, 0)
+        assert self.signals.untouched
+        assert self.signals.blocked == {signal.SIGHUP}, "until it can handle it"
+        return 7
 
     # What happens.
 
@@ -91,13 +133,26 @@ class Machine:
 
     def set_blocking(self, *_: object) -> None: ...
 
+    def setpgrp(self) -> None:
+        self.said.append("a group of its own")
+
+    def write(self, descriptor: int, text: bytes) -> None:
+        assert text
+        self.said.append(f"listens on {descriptor}")
+
+    def _exit(self, status: int) -> None:
+        raise Exited(status, self.open.copy())
+
     def read(self, descriptor: int, _: int) -> bytes:
         assert descriptor in self.open
         return self.readable.pop(descriptor)
 
     def fork(self) -> int:
+        assert self.signals.blocked == {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         self.started_s.append(self.now)
         pid = len(self.started_s)
+        if pid == self.child:
+            return 0
         self.pipe_of[pid] = self.descriptors - 1
         return pid
 
@@ -128,6 +183,7 @@ class Machine:
 
     def select(self, timeout: float) -> list[tuple[SimpleNamespace, int]]:
         assert self.script, "nothing more happens, and it goes on"
+        assert not self.signals.blocked
         step = self.script.pop(0)
         if callable(step):
             step()
@@ -197,3 +253,12 @@ def test_with_every_worker_dead_it_starts_others_or_ends_when_told(machine: Mach
     assert machine.plays(*dead, machine.ends(5, 6), 0.04, machine.hears(signal.SIGTERM)) == 0
     assert len(machine.started_s) == 6
     assert machine.sent == []
+
+
+def test_a_worker_leaves_what_is_the_parents(machine: Machine) -> None:
+    """It must not hold what tells it that the parent has ended, nor what others tell the parent on."""
+    machine.child = 2
+    with pytest.raises(Exited) as ended:
+        machine.plays()
+    assert ended.value.args == (7, {1, 3, 4, 7}), "not the parent's end (2), nor the other worker's (5)"
+    assert machine.said == ["a group of its own", "listens on 8"]
