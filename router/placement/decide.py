@@ -331,8 +331,8 @@ class Planner:
     ) -> Decision:
         """Make a decision. ``read``: the prompt, if it has been read already."""
         fleet, accounts, scopes = self._fleet, self._accounts, self._scopes
-        # Grows with whatever makes other engines eligible, or a prompt look different to them.
-        seen = fleet.changes + accounts.breaker_changes + scopes.changes
+        # Whatever makes other engines eligible, or a prompt look different to them, counts here.
+        seen = fleet.changes, accounts.breaker_changes, scopes.changes
         # Also before the prompt is read: a request that no engine can take must not wait for that.
         engines = self._eligible.engines(request, exclude)
         apart = self._apart(request, disagg) if fleet.has_roles else None
@@ -367,7 +367,7 @@ class Planner:
                 if self._shared is None
                 else await self._look(self._shared, read, asked_of, rehearsal)
             )
-            now = fleet.changes + accounts.breaker_changes + scopes.changes
+            now = fleet.changes, accounts.breaker_changes, scopes.changes
             if now == seen:
                 break
             # Engines went down, fell asleep, were held, changed their model or came while we waited.

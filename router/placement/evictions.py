@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -487,19 +488,12 @@ class _Projection:
 
     def _need(self, prompt: PooledPrompt) -> tuple[int, int]:
         """Return the hit, and the free blocks that starting takes, including free ones of the hit."""
-        hashes, low, high = prompt.hashes, 0, prompt.hit_max
         # A block is never evicted before a later one of the same prefix.
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._holds(hashes[middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        used = self._used
-        return low, prompt.blocks - sum([block in used for block in hashes[:low]])
+        hit, used = bisect_left(prompt.hashes, True, 0, prompt.hit_max, key=self._lacks), self._used
+        return hit, prompt.blocks - sum([block in used for block in prompt.hashes[:hit]])
 
-    def _holds(self, block: BlockHash) -> bool:
-        return (
+    def _lacks(self, block: BlockHash) -> bool:
+        return not (
             block in self._used or block in self._tail or (block in self._queue and block not in self._left)
         )
 

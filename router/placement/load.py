@@ -453,7 +453,6 @@ class LoadAccount:
     def fail(self, ticket: Ticket, now: float) -> None:
         """Note that the engine did not answer, or cut the answer."""
         self.stats.failed += not ticket.ended
-        self.touched()
         # The recent work decays, so its part is subtracted with the decay since it was added.
         if ticket.awaited and not ticket.ended:  # none of its work was done
             since_s = ticket.sent_s - now

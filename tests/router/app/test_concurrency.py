@@ -15,6 +15,7 @@ from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.placement.placement import Placement
 from kvatlas.router.prompts.settings import ANY_MODEL
@@ -78,6 +79,29 @@ async def test_an_engines_report_is_a_sign_of_life() -> None:
             before = engine.answers
             placed.finished(usage)
             assert engine.answers - before == sign
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "prompt", "tokens"),
+    [
+        ("POST", COMPLETION, [[1, 2, 3]], 3),
+        ("POST", COMPLETION, [[1, 2, 3], [4, 5, 6]], 0),
+        ("POST", "/v1/score", [[1, 2, 3]], 0),
+        ("GET", COMPLETION, [[1, 2, 3]], 0),
+    ],
+)
+async def test_the_usage_record_knows_the_tokens_of_what_has_one_prompt(
+    method: str, path: str, prompt: list[list[int]], tokens: int
+) -> None:
+    """Of several prompts it cannot say which one's tokens were cached; nothing else is read as a prompt."""
+    async with running({}) as engines, routing(configure(*engines)) as rig:
+        body = msgspec.json.encode({"model": MODEL, "prompt": prompt})
+        request = InboundRequest(method, path, b"", [], body, MODEL)
+        placed = await rig.router.planner.place(request, exclude=frozenset())
+        assert isinstance(placed, Placement)
+        assert len(placed.usage_facts().tokens or ()) == tokens
+        assert (placed.decision.read is None) == ((method, path) != ("POST", COMPLETION))
+        placed.finished(None)
 
 
 async def test_a_late_first_token_counts_in_the_next_decision() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvatlas.publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
 from kvatlas.publisher.simulator.http_agents import Call
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement.candidate import PolicySettings
 from kvatlas.router.placement.engine_order import BAND_MS
 from tests.router.app.test_keys import RULES
@@ -55,6 +56,11 @@ async def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority() -> None
         rate = engine.rates.prefill_s_per_token(0.0)
         assert seen[1] - seen[0] == pytest.approx(2000 * rate * tokens, rel=0.01)
         assert seen[2] - seen[0] < 10, "it passes the long one, which came before"
+        for number in (4, 1):
+            prompts = [f"{at} of {number} words " + "and more " * 300 for at in range(number)]
+            await rig.ok("POST", COMPLETION, {"model": MODEL, "prompt": prompts, "max_tokens": 1})
+        assert {*seen[3:7]} == {seen[3]}, "of one request"
+        assert seen[3] - seen[0] == pytest.approx(4 * (seen[7] - seen[0]), rel=0.15)
 
 
 @asynccontextmanager

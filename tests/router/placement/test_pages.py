@@ -104,6 +104,20 @@ def test_the_rate_of_release_is_measured_while_prompts_wait() -> None:
     assert account.wait_s(16 * 40) == pytest.approx((400 + 40 - 100) / 10)
 
 
+def test_a_pool_that_is_full_to_the_last_page_lets_nothing_wait() -> None:
+    """So its releases say nothing of the highest rate: Little's law still tells the wait."""
+    account, now = pages(blocks=100), 0.0
+    for _ in range(2):
+        account.admit(50)
+        account.start(50)
+    for _ in range(4):
+        assert account.free == 0
+        account.end(50, 8.0, now := now + 40.0)
+        account.admit(50)
+        account.start(50)
+    assert account.wait_s(160) == pytest.approx(10 * 8.0 / 100)
+
+
 def test_usage_tells_shared_pages_and_those_of_other_clients() -> None:
     account = pages(blocks=1000)
     for _ in range(10):

@@ -280,6 +280,54 @@ def test_a_snapshot_equals_reading_the_fleet_again(data: st.DataObject) -> None:
         same_decision(found, full, asked.tokens, data.draw(settings_of()), data.draw(st.integers(0, 99)))
 
 
+ONE_AFTER_THE_OTHER: list[tuple[Any, ...]] = [
+    ("pool", 0, 400),
+    ("admit", 0, 4000, True, 0.0, 0),
+    ("admit", 0, 700, True, 0.2, 0),
+    ("started", 0, 1),
+    ("waits", 0, 9.0),
+    ("started", 0, 0),
+    ("unseen", 0, 0),
+    ("ended", 0, 0, False),
+    ("ended", 0, 0, True),
+    ("admit", 0, 4000, False, 0.0, 0),
+    ("reserve", 0, 500),
+    ("polled", 0, 3, 2, 0.4),
+    ("waits", 0, 31.0),
+    ("sampled", 0, 2000, 2.0, 1),
+    ("stores", 0, 0, 30),
+    ("pools", 0, 30),
+    ("feed", 0, FeedState.READY, True, 3),
+    ("orders", 0, True),
+    ("probed", 0, 0.3),
+    ("ended", 0, 0, True),
+]
+
+
+def test_whatever_happens_to_an_engine_shows_in_the_next_decision() -> None:
+    one, other = World(2), World(2)
+    snapshot = FleetSnapshots(one.accounts.changes).of(one.engines)
+    asked = PromptView(1600, {engine.engine_id: EngineHit("native", 800) for engine in one.engines})
+    for step in ONE_AFTER_THE_OTHER:
+        one.do(step)
+        other.do(step)
+        found, full = (
+            snapshot.candidates(asked, one.now),
+            full_scan.candidates(other.engines, asked, other.now),
+        )
+        assert list(found) == full, step
+
+
+def test_prices_follow_the_settings() -> None:
+    """A fleet's values stay for many decisions; a reload may change what they are priced by."""
+    values = columns([make_candidate("a", waiting=4, recent_s=2.0), make_candidate("b")]).values
+    prices, spread = values.priced(0.5, 0.75), values.spread_of(0.25)
+    assert values.priced(0.5, 0.75) is prices
+    assert values.spread_of(0.25) is spread
+    assert (values.priced(1.0, 0.75) / prices).tolist() == [2.0, 2.0]
+    assert values.spread_of(0.5).tolist() == (2 * spread).tolist()
+
+
 _candidate = st.builds(
     make_candidate,
     st.uuids().map(str),

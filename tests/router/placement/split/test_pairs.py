@@ -141,8 +141,9 @@ def test_a_prefill_engine_predicted_to_be_late_is_skipped_while_another_one_is_n
         msgspec.structs.replace(side("near", hit_tokens=7900, shared_prefix_tokens=7900), margin_s=2.0),
         side("far", hit_tokens=1000, shared_prefix_tokens=1000),
     ]
-    found = [partner(planned(decode, prefill, left_s=left_s)) for left_s in (math.inf, 1.5, 0.5)]
-    assert found == ["near", "far", "near"]
+    pd = msgspec.structs.replace(PD, transfer_s_per_token=0.0)
+    found = [partner(planned(decode, prefill, pd, left_s)) for left_s in (math.inf, 2.03, 2.015, 1.5, 0.5)]
+    assert found == ["near", "near", "far", "far", "near"], "0.0125 s of prefill, and the leg's own 0.01 s"
 
 
 def test_a_plan_that_only_the_margin_makes_late_goes_before_a_cheaper_hopeless_one() -> None:
