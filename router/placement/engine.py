@@ -497,14 +497,15 @@ class Engine(EngineStatus):
         last = is_last(len(streams), left_s)
         room = AT_ONCE_MAX
         if not last:
-            room -= sum([one.leave is not None and one.leave.warms for one in self.answering])
+            room -= sum([one.leaving is not None and one.leaving.warms for one in self.answering])
         for attempt in streams:
-            leave = attempt.leave
             if room <= 0:
                 break
-            if leave is not None and (last or not leave.tried) and elsewhere(attempt):
-                room -= 1
-                (leave.now if last else leave.warm)()
+            if attempt.leave is None or not (last or attempt.leaving is None) or not elsewhere(attempt):
+                continue
+            room -= 1
+            leaving = attempt.leaving = attempt.leaving or attempt.leave()
+            (leaving.now if last else leaving.warm)()
 
     @property
     def clears(self) -> int:

@@ -64,8 +64,10 @@ class Attempt:
     """The state of its stream, with which another engine may go on."""
     tokens_before = 0
     """Tokens of its answer that other engines generated."""
-    leave: Leaving | None = None
-    """How its stream leaves an engine that ends; None: it does not."""
+    leave: Callable[[], Leaving] | None = None
+    """Makes ``leaving``; None: its stream does not leave an engine that ends."""
+    leaving: Leaving | None = None
+    """How it leaves; None: it was not to, until now."""
     moved = False
     """It has left, and its connection is given back."""
     watched = False
@@ -286,15 +288,14 @@ class Leaving(Protocol):
     def warms(self) -> bool:
         """That is being computed."""
 
-    @property
-    def tried(self) -> bool:
-        """It is, or was, or could not be."""
-
     def warm(self) -> None:
         """Have it computed, and leave then."""
 
     def now(self) -> None:
         """Leave at the next event."""
+
+    def end(self) -> None:
+        """The stream ended, or leaves."""
 
 
 class Had(IntEnum):

@@ -256,6 +256,18 @@ class Forwarder:
             else:
                 record.engine, record.continued_from = first, moved_from
 
+    def _leave(
+        self, placement: Attempt, out: Outbound, connection: Answer, relay: AnswerRelay
+    ) -> StreamLeaving:
+        """How this stream leaves its engine: made once it is to, since few ever do."""
+
+        def stop() -> None:
+            if relay.stream is not None:
+                relay.stream.hand_over = partial(self._hand_over, placement, out, connection, relay, made)
+
+        made = StreamLeaving(lambda: self._warm(out, relay), stop)
+        return made
+
     async def _warm(self, out: Outbound, relay: AnswerRelay) -> bool:
         """Have another engine compute what the stream has until now. Returns whether it did."""
         kept = None if relay.stream is None else relay.stream.state
@@ -651,10 +663,8 @@ class Forwarder:
             _plan=out.plan if isinstance(out.plan, ContinuationPlan) and placement.says_ids else None,
             _goes_on=out.goes_on,
         )
-        leaving: StreamLeaving | None = None
         if isinstance(out.plan, ContinuationPlan) or out.goes_on is not None:
-            leaving = placement.leave = StreamLeaving(lambda: self._warm(out, relay), relay.leave)
-            relay.hand_over = partial(self._hand_over, placement, out, connection, relay, leaving)
+            placement.leave = partial(self._leave, placement, out, connection, relay)
         try:
             first = None
             if connection.status == _BAD_REQUEST and out.carrier is None:
@@ -662,9 +672,9 @@ class Forwarder:
             if (rest := relay.run(first)) is not None:
                 await rest
         finally:
-            if leaving is not None:
-                leaving.end()
-                placement.leave = relay.hand_over = None
+            placement.leave = None
+            if placement.leaving is not None:
+                placement.leaving.end()
             if relay.stream is not None and not placement.moved:
                 out.had = relay.stream.had
                 out.broke = relay.stream.state if relay.stream.broke else None

@@ -60,10 +60,9 @@ class StreamRelay(msgspec.Struct, eq=False):
     """The stream of another engine that it goes on with."""
     broke: bool = False
     """It broke off, and may go on: the client has not been told."""
-    leaves: bool = False
-    """Another engine is to take it over at the next event."""
-    _hand_over: Callable[[], Awaitable[bool]] | None = None
-    """As of ``AnswerRelay``."""
+    hand_over: Callable[[], Awaitable[bool]] | None = None
+    """Set where another engine is to take it over at the next event: has one do that, until its end. Returns
+    whether one did."""
     _more: bool = True
     _waits: Awaitable[None] | None = None
     """To be awaited before the next piece."""
@@ -97,7 +96,7 @@ class StreamRelay(msgspec.Struct, eq=False):
             while self._more:
                 if self._waits is not None:
                     await self._caught_up()
-                if self.leaves and not self._connection.complete and await self._left():
+                if self.hand_over is not None and not self._connection.complete and await self._left():
                     return
                 if self._go_on():
                     # The connection gives each piece to ``_take``, so that a chunk costs no task switch.
@@ -129,8 +128,9 @@ class StreamRelay(msgspec.Struct, eq=False):
 
     async def _left(self) -> bool:
         """Whether another engine has taken the stream over, and it has ended."""
-        self.leaves, self._slow = False, True
-        taken = self._hand_over is not None and await self._hand_over()
+        hand_over, self.hand_over = self.hand_over, None
+        self._slow = True
+        taken = hand_over is not None and await hand_over()
         self._slow = False
         return taken
 
@@ -162,14 +162,14 @@ class StreamRelay(msgspec.Struct, eq=False):
             data = whole
         if not data or not self._success or self._goes_on is not None or not self._events.passes(data):
             self._pass_events(data, complete=self._connection.complete)
-            return self._more and self._waits is None and not self.leaves
+            return self._more and self._waits is None and self.hand_over is None
         record = self._record
         record.piece()
         record.streamed_tokens += 1
         record.bytes_out += len(data)
         self._attempt.streamed(1)
         self._waits = self._answer.write(data, more=True)
-        return self._waits is None and not self.leaves
+        return self._waits is None and self.hand_over is None
 
     def _pass_on(self, data: bytes) -> None:
         """Pass a piece on as it came. Raises ``UpstreamError``."""
@@ -377,15 +377,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
     """How a stream may go on from another engine."""
     _goes_on: ContinuedStream | None = None
     """The stream that this one goes on with."""
-    hand_over: Callable[[], Awaitable[bool]] | None = None
-    """Has another engine take a stream over, until its end; returns whether one did."""
     stream: StreamRelay | None = None
     """Set where the answer is an event stream."""
-
-    def leave(self) -> None:
-        """Have another engine take the stream over at its next event."""
-        if self.stream is not None:
-            self.stream.leaves = True
 
     def run(self, first: bytes | None = None) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
@@ -446,7 +439,6 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._had,
             kept,
             self._goes_on,
-            _hand_over=self.hand_over,
         )
         if self._silence_s:
             return self.stream.run_with_comments(first, self._silence_s)

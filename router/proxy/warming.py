@@ -128,11 +128,6 @@ class StreamLeaving:
         self.warmed = False
 
     @property
-    def tried(self) -> bool:
-        """Implement ``Leaving``."""
-        return self._task is not None
-
-    @property
     def warms(self) -> bool:
         """Implement ``Leaving``."""
         return self._task is not None and not self._task.done()
@@ -153,6 +148,6 @@ class StreamLeaving:
             self._stop()
 
     def end(self) -> None:
-        """The stream ended, or leaves."""
+        """Implement ``Leaving``."""
         if self._task is not None:
             self._task.cancel()

@@ -505,23 +505,26 @@ def test_a_drained_engine_gives_up_what_others_go_on_with(check: str, elsewhere:
     left: list[tuple[int, str]] = []
 
     class Leaves:
-        tried = warms = False
+        warms = False
 
         def __init__(self, size: int) -> None:
             self.size = size
 
         def warm(self) -> None:
-            self.tried = self.warms = True
+            self.warms = True
             left.append((self.size, "warm"))
 
         def now(self) -> None:
             left.append((self.size, "now"))
 
+        def end(self) -> None:
+            raise AssertionError
+
     attempts = [FakePlacement("a") for _ in range(12)]
     engine = FleetEngine(EngineAddress("http://a:1"), Accounts(lambda: 0.0))
     for size, attempt in enumerate(attempts):
         engine.answering[attempt] = SimpleNamespace()  # type: ignore[assignment]
-        attempt.leave = Leaves(size)
+        attempt.leave = partial(Leaves, size)
         if size:
             attempt.kept = SimpleNamespace(  # type: ignore[assignment]
                 movable=not check, prompt_tokens=100 - size, ids=[]
@@ -537,7 +540,8 @@ def test_a_drained_engine_gives_up_what_others_go_on_with(check: str, elsewhere:
     # No more at one time, and each once.
     assert look(59.0) == []
     for attempt in attempts[6:]:
-        attempt.leave.warms = False  # type: ignore[union-attr, misc]
+        if attempt.leaving is not None:
+            attempt.leaving.warms = False  # type: ignore[misc]
     assert look(58.0) == [(size, "warm") for size in (3, 2, 1) if moved]
     # What still is there in the last seconds.
     assert look(3.0) == [(size, "now") for size in smallest]
