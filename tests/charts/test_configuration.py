@@ -16,6 +16,7 @@ from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import load
 from kvatlas.router.config.schema import Config
+from kvatlas.router.fleet.engines import EngineAddress
 from tests.charts.chart import MINIMAL, Rendered
 from tests.charts.chart import load as read_values
 from tests.charts.test_rendered import CASES, EVERYTHING, GATEWAY
@@ -140,8 +141,9 @@ def test_keys_and_certificates_are_where_the_router_looks(tmp_path: Path) -> Non
     assert config.server.tls.cert == f"{tmp_path}/etc/kvatlas/tls/tls.crt"
     assert config.server.tls.key == f"{tmp_path}/etc/kvatlas/tls/tls.key"
     volumes = {volume["name"]: volume.get("secret") for volume in rendered.pod["volumes"]}
-    assert volumes["keys"] == {"secretName": "keys", "items": [{"key": "keys.toml", "path": "keys.toml"}]}
-    assert volumes["tls"] == {"secretName": "cert"}
+    assert volumes["keys"]["secretName"] == "keys"
+    assert volumes["keys"]["items"] == [{"key": "keys.toml", "path": "keys.toml"}]
+    assert volumes["tls"]["secretName"] == "cert"
 
 
 def test_caches_are_isolated_by_a_secret_beside_the_keys(tmp_path: Path) -> None:
@@ -187,6 +189,15 @@ def test_routers_share_blocks_or_load(tmp_path: Path, share: str) -> None:
         assert _load(Rendered({**MINIMAL, "redis": redis}), tmp_path).index.share == share
     alone = _load(Rendered({**MINIMAL, "redis": {"share": share}}), tmp_path).index
     assert not alone.is_shared, "nothing to share it through: not an error"
+
+
+def test_fixed_engines_may_have_every_field(tmp_path: Path) -> None:
+    """Also the roles of prefill and decode."""
+    one = {"base_url": "http://a:8000", "events": "tcp://a:5557", "replay": "tcp://a:5558", "dp_rank": 0}
+    one |= {"topic": "kv", "snapshot": "tcp://a:5559", "role": "both", "kind": "vllm", "kv_source": "a:5710"}
+    assert set(one) == set(EngineAddress.__struct_fields__)
+    (engine,) = _load(Rendered({"engines": {"static": [one]}}), tmp_path).engines
+    assert msgspec.structs.asdict(engine) == one
 
 
 def test_config_overrules_other_values(tmp_path: Path) -> None:

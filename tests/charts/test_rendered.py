@@ -284,6 +284,24 @@ def test_a_stopping_router_has_time_for_its_streams() -> None:
     assert rendered.config["listen"]["drain_delay_s"] == 7
 
 
+@pytest.mark.parametrize(("mode", "section"), [("proxy", "listen"), ("gateway", "epp")])
+def test_the_pod_has_the_time_that_the_configuration_gives(mode: str, section: str) -> None:
+    drain = {section: {"drain_s_max": 900, "drain_delay_s": 7.5}}
+    assert Rendered({**MINIMAL, "mode": mode, "config": drain}).pod["terminationGracePeriodSeconds"] == 918
+
+
+def test_mounted_secrets_are_not_for_everybody() -> None:
+    def modes(values: dict[str, Any]) -> dict[str, int | None]:
+        volumes = Rendered(values).pod["volumes"]
+        return {one["name"]: one["secret"].get("defaultMode") for one in volumes if "secret" in one}
+
+    tls = {"redis": {"existingSecret": "url", "tls": {"existingSecret": "ca"}}, "valkey": {"enabled": False}}
+    names = {"admin", "engine-key", "index", "keys", "ops", "redis-tls", "tls"}
+    assert modes({**EVERYTHING, **tls}) == dict.fromkeys(names, 0o440)
+    anybody = {**EVERYTHING, **tls, "podSecurityContext": {"fsGroup": None}}
+    assert modes(anybody) == dict.fromkeys(names), "the router's user could not read them"
+
+
 def test_streams_leave_an_engine_before_its_pod_is_killed() -> None:
     drain = {"seconds": 25, "gracePeriodSeconds": 30}
     rendered = Rendered({"engines": {"selector": {"a": "b"}, "drain": drain}})
@@ -387,6 +405,7 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "no image": ({**MINIMAL, "image": {"repository": ""}}, "image.repository"),
     "no engines": ({}, "engines.selector"),
     "an engine over TLS": ({"engines": {"static": [{"base_url": "https://10.0.0.9"}]}}, "/base_url"),
+    "a port beside the Service's": ({**MINIMAL, "config": {"server": {"port": 9000}}}, "service.port"),
     "replicas without an index": ({**MINIMAL, "replicaCount": 2}, "redis.url"),
     "two indexes": (
         {**MINIMAL, "valkey": {"enabled": True}, "redis": {"url": "redis://a"}},

@@ -74,8 +74,12 @@
 {{- fail (printf "engines.drain.seconds: %v is not 5 s below engines.drain.gracePeriodSeconds (%v), when the pods are killed; lower it, or raise terminationGracePeriodSeconds of the engines' pods and the value with it" . $v.engines.drain.gracePeriodSeconds) }}
 {{- end }}
 {{- end }}
+{{- $ports := dict "server.port" "service.port" "server.ops_port" "ops.port" "admin.port" "admin.port" }}
 {{- range $name, $section := $v.config }}
 {{- range $key, $value := $section }}
+{{- with get $ports (printf "%s.%s" $name $key) }}
+{{- fail (printf "config.%s.%s: the chart's Service and probes would still use the port that it gives; set %s" $name $key .) }}
+{{- end }}
 {{- if kindIs "invalid" $value }}
 {{- fail (printf "config.%s.%s: has no value; leave the key out" $name $key) }}
 {{- end }}
