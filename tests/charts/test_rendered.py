@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.charts.chart import CHART, MINIMAL, Document, Rendered, examples, load
 from tests.charts.crds import SPECS
@@ -393,6 +396,44 @@ def test_the_tokenizer_may_come_from_the_hub() -> None:
     assert hub not in off.one("NetworkPolicy")["spec"]["egress"]
     assert off.config["prompts"] == {"hub_downloads": False}
     assert "emptyDir" in {one["name"]: one for one in off.pod["volumes"]}["tokenizer-cache"]
+
+
+def _set(values: dict[str, Any], setting: str) -> None:
+    """As ``helm --set``: paths with at most the first item of a list, words that YAML reads."""
+    path, _, text = setting.partition("=")
+    *above, last = path.split(".")
+    table = values
+    for name in above:
+        inner = {}
+        if name.endswith("[0]"):
+            table[name.removesuffix("[0]")] = [inner]
+            table = inner
+        else:
+            table = table.setdefault(name, inner)
+    table[last] = yaml.safe_load(text)
+
+
+HELM = re.compile(r"^helm (?:install|upgrade|template) kvatlas kvatlas-\S+ (.*)$")
+COMMANDS = [
+    (path.name, found[1])
+    for path in [*sorted((ROOT / "docs").glob("*.md")), CHART / "README.md"]
+    for line in path.read_text("utf-8").replace("\\\n", " ").splitlines()
+    if (found := HELM.match(line)) and "--set" in line
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[page for page, _ in COMMANDS])
+def test_helm_commands_of_pages_render(command: tuple[str, str]) -> None:
+    """With the values of those before it, if it is an upgrade of theirs."""
+    words = shlex.split(command[1])
+    values: dict[str, Any] = {**MINIMAL} if {"--reuse-values", "..."} & set(words) else {}
+    for setting in [after for word, after in pairwise(words) if word == "--set"]:
+        _set(values, setting)
+    assert Rendered(values).container["args"]
+
+
+def test_pages_have_helm_commands() -> None:
+    assert {page for page, _ in COMMANDS} == {"gateway.md", "kubernetes.md", "README.md"}
 
 
 NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
