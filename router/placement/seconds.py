@@ -108,6 +108,7 @@ _NOISE_START, _NOISE_MIN, _NOISE_MAX, _NOISE_NEWS = 0.1, 0.02, 0.4, 0.05
 # CUSUM: what is usual for an error, its bound for a single error, and the sum that is a change.
 _SLACK, _ERROR_MAX, _CHANGE_AT = 0.25, 0.7, 2.4
 _FACTOR_MAX: Final = 2.0
+_STEP_FACTOR_MAX: Final = math.exp(_FACTOR_MAX)
 # Samples after which the model is the one that errors are compared with, if there is no sign of a change.
 _USUAL_FOR: Final = 16
 _LATELY_NEWS: Final = 0.3
@@ -137,12 +138,9 @@ def _expected_s(parts: SpeedParts | list[float], work: FirstTokenWork) -> float:
         + interference_s * work.running
         + attention_s * (work.pairs + work.ahead_pairs)
     )
-    done_s = work.begun_s
-    if done_s:
+    if work.begun_s:
         # What was done by then cannot be more than what precedes the prompt.
-        batch, ahead = work.batch_tokens, work.ahead_tokens
-        batch_s = step_s + rate * batch + (attention_s * work.ahead_pairs * batch / ahead if ahead else 0.0)
-        whole_s -= done_s if done_s < batch_s else batch_s  # noqa: FURB136
+        whole_s -= min(work.begun_s, _running_step_s(parts, work))
     least_s = 0.25 * overhead_s + 1e-4
     return whole_s if whole_s > least_s else least_s  # noqa: FURB136
 
@@ -172,6 +170,24 @@ def probed_parts(timed: Sequence[tuple[int, float]], settings: SecondsSettings) 
     overhead_s = min(overhead_s, settings.overhead_s_max)
     # A step of decodes has the fixed part too, and computes a token for each of them.
     return SpeedParts(overhead_s, overhead_s, rate, min(rate, settings.decode_interference_s_max), 0.0)
+
+
+def _running_step_s(parts: SpeedParts | list[float], work: FirstTokenWork) -> float:
+    _, step_s, rate, _, attention_s = parts
+    batch, ahead = work.batch_tokens, work.ahead_tokens
+    return step_s + rate * batch + (attention_s * work.ahead_pairs * batch / ahead if ahead else 0.0)
+
+
+def _log_error(
+    parts: SpeedParts | list[float], work: FirstTokenWork, measured_s: float, expected_s: float
+) -> float:
+    """Logarithm of measured through expected, within ``_FACTOR_MAX``, both since the running step began: at
+    an engine that is twice as slow, what is left of that step takes more than twice as long."""
+    if work.begun_s:
+        step_s = _running_step_s(parts, work)
+        expected_s += min(work.begun_s, step_s)
+        measured_s += min(work.begun_s, _STEP_FACTOR_MAX * step_s)
+    return min(max(math.log(measured_s / expected_s), -_FACTOR_MAX), _FACTOR_MAX)
 
 
 class FirstTokenModel:
@@ -326,7 +342,7 @@ class FirstTokenModel:
         """Look for a change of speed since the model was last known to hold. Returns whether the model was
         scaled."""
         usual, value, before = self._usual, self._value, self._lately
-        now_error = math.log(measured_s / expected_s)
+        now_error = _log_error(value, work, measured_s, expected_s)
         if self.guessed:
             if now - self._last_s < min(value[0], _SAME_STEP_S):
                 return False
@@ -343,9 +359,8 @@ class FirstTokenModel:
             usual, before = SpeedParts(*value), 0.0
             self._usual = usual
         # The model itself follows a change soon, so that its own errors would end before they are many.
-        now_error = min(max(now_error, -_FACTOR_MAX), _FACTOR_MAX)
         self._lately = before + _LATELY_NEWS * (now_error - before)
-        error = min(max(math.log(measured_s / _expected_s(usual, work)), -_FACTOR_MAX), _FACTOR_MAX)
+        error = _log_error(usual, work, measured_s, _expected_s(usual, work))
         counted, slack = min(max(error, -_ERROR_MAX), _ERROR_MAX), _SLACK + 0.5 * self._noise
         found, sign = _NOT_BEGUN, 1.0
         for before_sum, count, errors, since_s in (self._up, self._down):

@@ -125,6 +125,20 @@ def test_a_change_of_speed_is_seen_within_twenty_first_tokens(seed: int, slower:
     assert sum(model.seconds(work)) == pytest.approx(seconds, rel=0.3)
 
 
+@pytest.mark.parametrize("slower", [0.5, 2.0, 3.0])
+def test_what_is_left_of_a_running_step_does_not_exaggerate_a_change(slower: float) -> None:
+    rng, book = random.Random(5), Book()
+    for i in range(230):
+        factor, tokens = 1.0 if i < 200 else slower, rng.randint(100, 1000)
+        whole_s = factor * (TRUE_OVERHEAD + TRUE_RATE * (4000 + tokens))
+        begun_s = 0.9 * factor * TRUE_RATE * 4000
+        work = FirstTokenWork(tokens, ahead_tokens=4000, waits=1.0, begun_s=begun_s, batch_tokens=4000)
+        book["e"].observe(work, (whole_s - begun_s) * rng.lognormvariate(0, 0.05), float(i))
+    assert book["e"].changes == 1
+    assert book["e"].change is not None
+    assert book["e"].change.factor == pytest.approx(slower, rel=0.1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_is_no_change_of_speed(seed: int) -> None:
     assert taught(seed, samples=2000).changes == 0
