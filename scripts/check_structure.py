@@ -157,7 +157,7 @@ FIRST_LINES = re.compile(
     r'"""(What|Who|Whose|Whatever) |\bSee ``|def test (what|who|whose|nor) ', re.IGNORECASE
 )
 """First lines and names of tests that are no noun phrase or sentence."""
-TEXTS = ("Makefile", "CONTRIBUTING.md", "README.md", "docs/*.md", "scripts/*.sh")
+TEXTS = ("Makefile", "*.md", "docs/*.md", "scripts/*.sh", "charts/*/README.md", "examples/**/*.*")
 """Pages and scripts that are read for banned turns, beside the Python of every folder."""
 
 

@@ -30,7 +30,7 @@ pytestmark = [
 ]  # its subject is commands, in processes
 
 NOT_TYPED = {
-    r"\bmake |KVATLAS_RECOVERY_SEEDS|benchmarks/|tests\.world": "a target or program of the checkout",
+    r"\bmake |benchmarks/|tests\.world": "a target or program of the checkout",
     r"^docker |^helm |^kubectl ": "needs Docker or a cluster; tests/charts does as they would",
     r"^ACL SETUSER": "a command of Redis; tests/router/replication has a fleet with these rights",
     r"^duckdb ": "needs DuckDB",
