@@ -12,7 +12,12 @@ from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.simulation.demo.table import Tally, _compare
 from kvatlas.router.tools.capture_writer import CaptureWriter
 from kvatlas.router.tools.event_order import RecordStats
-from kvatlas.router.tools.index import addressed
+from kvatlas.router.tools.explain import EngineForecast, RouterAnswer, RouterEngine, RouterHit, TargetForecast
+from kvatlas.router.tools.explain import _router_table as router_table
+from kvatlas.router.tools.explain import _target_line as target_line
+from kvatlas.router.tools.explain import _target_table as target_table
+from kvatlas.router.tools.index import EngineLine, ScopeLine, _print_diffs, _print_scope, addressed
+from kvatlas.router.tools.index_verifier import EngineDiff
 from kvatlas.router.tools.ops_client import WIDTH_PIPED, output_console
 from kvatlas.router.tools.record import _table as record_table
 from kvatlas.router.tools.replay import sample_table, stream_table
@@ -29,6 +34,11 @@ def drawn(table: RenderableType, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(table)
     return out.getvalue()
+
+
+def cells(table: RenderableType) -> list[list[str]]:
+    """Its rows, by words."""
+    return [line.split() for line in drawn(table, 200).splitlines() if line.startswith(ENGINE)]
 
 
 def streams() -> RenderableType:
@@ -64,6 +74,47 @@ def test_tables_are_whole_in_80_columns(tmp_path: Path) -> None:
         assert "…" not in text
         for figure in figures:
             assert figure in text
+
+
+def test_a_target_is_shown_with_each_engines_first_token() -> None:
+    forecasts = [EngineForecast(ENGINE, 1.2, 0.0), EngineForecast(f"{ENGINE}0", 2.5, 0.25)]
+    slo = TargetForecast(2.25, forecasts)
+    assert cells(target_table(slo)) == [[ENGINE, "1,200"], [f"{ENGINE}0", "2,500", "250"]]
+    assert target_line(slo, None) == "target in 2,250 ms: 1 of 2 would miss it"
+    assert target_line(slo, {"wait_s": 3.0}).endswith("; refused for a wait of 3,000 ms")
+
+
+def test_an_explanation_shows_hits_costs_and_where_the_match_ended() -> None:
+    engines = [
+        RouterEngine(ENGINE, "ready", "native", "", RouterHit(1024, 512), 2048, None, {"total_s": 0.5}),
+        RouterEngine(f"{ENGINE}0", "none", ended_by={"spec_class": "full", "at_token": 16}),
+        RouterEngine(f"{ENGINE}1", "none", why_unknown="sleeps", cost={"total_s": None}),
+    ]
+    answer = RouterAnswer({"tokens_estimated": 9}, {"engine": ENGINE, "reason": "cost"}, engines)
+    assert cells(router_table(answer)) == [
+        [ENGINE, "ready", "native", "1,024", "512", "2,048", "500.0"],
+        [f"{ENGINE}0", "none", "0", "0", "0", "full", "at", "16"],
+        [f"{ENGINE}1", "none", "0", "0", "0", "sleeps"],
+    ]
+    assert f"a prompt of 9 tokens: {ENGINE} (cost)" in drawn(router_table(answer), 200)
+
+
+def test_the_index_is_shown_with_leases_and_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    leased = EngineLine(ENGINE, 3, 7, "r0", 4.25, 1, "ready", 2, "native")
+    free = EngineLine(f"{ENGINE}0", 4, 8, "", 0.0, 0, "unknown", 0, "unknown")
+    _print_scope(ScopeLine("m", 12_345, 96.4, "ab", 16, 2, 0, [leased, free], {"r0": 1, "r1": 0}))
+    diffs = [EngineDiff(ENGINE, "ready", "r0", resident=1000, wrong=2, missing=3)]
+    diffs.append(EngineDiff(f"{ENGINE}0", "unknown", gone=True))
+    _print_diffs(diffs)
+    told = capsys.readouterr().out
+    assert [line.split() for line in told.splitlines() if line.startswith(ENGINE)] == [
+        [ENGINE, "3", "7", "r0", "4.2", "s", "ready", "(-2)", "native"],
+        [f"{ENGINE}0", "4", "8", "free", "unknown", "unknown"],
+        [ENGINE, "1,000", "2", "3", "ready", "r0", "(stale)"],
+        [f"{ENGINE}0", "0", "0", "0", "unknown", "gone"],
+    ]
+    assert "m: 12,345 blocks, 96 bytes per block" in told
+    assert "replicas: r0 (1), r1 (0)" in told
 
 
 def test_verify_shortens_names_on_a_narrow_terminal_only() -> None:

@@ -114,10 +114,13 @@ async def test_the_routers_own_problems_are_repeated_under_their_ids() -> None:
         assert found.of("router.engines") == []
 
 
-async def test_the_routers_view_of_an_engine() -> None:
-    async with http_server(router(receipts={"exact": 3, "over": 1})) as url:
+@pytest.mark.parametrize(
+    ("receipts", "told"), [({"exact": 3, "over": 1}, "75% of 4"), ({"under": 3, "unpredicted": 5}, "0% of 3")]
+)
+async def test_the_routers_view_of_an_engine(receipts: dict[str, int], told: str) -> None:
+    async with http_server(router(receipts=receipts)) as url:
         found = await examined(ENGINE, router=url, timeout_s=0.5)
-        assert found.expect("router.predictions", Severity.OK, "75% of 4").subject == ENGINE
+        assert found.expect("router.predictions", Severity.OK, told).subject == ENGINE
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.router.replication.keys import SCHEMA, schema_key
+from kvatlas.router.replication.keys import SCHEMA, ScopeKeys, schema_key
+from kvatlas.router.replication.redis_client import Client
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.tools.index import connect, scope_line, verify_scope
+from kvatlas.router.tools.index_reader import block_hashes, models_of, read_scope
 from tests.support.paths import ROOT
 from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Server, any_program
 from tests.support.waiting import run_real, until
+from tests.support.whole_router import MODEL, TEXT, configure, routing, running
+from tests.world.redis_server import RedisServer
 
 TRACES = ROOT / "tests" / "data" / "traces"
 
@@ -53,6 +59,52 @@ def test_a_trace_that_cannot_be_read_is_named(
         done = kvatlas("verify", str(broken), "--index", server.url)
         assert done.returncode == 2
         assert "broken.jsonl:2" in done.stderr
+
+
+async def test_the_index_is_compared_with_what_engines_hold() -> None:
+    """On the store of the worlds: exact while all is well, and a block that was lost is seen."""
+    store = RedisServer(("10.9.0.1", 6379))
+    await store.start()
+    settings = IndexSettings(url=store.url, replica="r0", lookup_timeout_s=5.0)
+    async with running({}, {}) as engines, routing(configure(*engines, index=settings)) as rig:
+        await rig.ready()
+        for number in range(4):
+            await rig.chat(f"{number} {TEXT * 8}")
+        client = Client(settings)
+        await connect(client)
+        assert await models_of(client) == [MODEL]
+
+        async def compared() -> list[tuple[str, str, int, int, int]]:
+            scope = await read_scope(client, MODEL)
+            assert scope is not None
+            found = await verify_scope(client, scope, {}, 1.0)
+            assert [one.exact for one in found] == [not (one.wrong or one.missing) for one in found]
+            return sorted((one.engine, one.holder, one.resident, one.wrong, one.missing) for one in found)
+
+        held = {engine.base_url: len(engine.pool.resident(0)) for engine in engines}
+        right = sorted((engine, "r0", count, 0, 0) for engine, count in held.items())
+        assert sum(held.values()) > 10
+
+        async def agrees() -> bool:
+            return await compared() == right
+
+        await until(agrees, "the index has what the engines hold")
+        scope = await read_scope(client, MODEL)
+        assert scope is not None
+        line = await scope_line(client, scope)
+        assert (line.model, line.retired_slots, [*line.replicas]) == (MODEL, 0, ["r0"])
+        assert line.blocks == len({block for engine in engines for block in engine.pool.resident(0)})
+        assert [(one.engine, one.holder, one.feed, one.mode) for one in line.engines] == [
+            (engine, "r0", "ready", "native") for engine in sorted(held)
+        ]
+        assert all(one.lease_s > 0 and one.generation > 0 for one in line.engines)
+        keys, stored = ScopeKeys(settings.namespace, MODEL), scope.view.scope
+        lost = int((await block_hashes(client, keys, stored))[0])
+        prefix = keys.prefix(stored.epoch, lost & (stored.partitions - 1), stored.partitions)
+        store.client().delete(prefix + lost.to_bytes(8, "little"))
+        holders = sum(lost in map(int, engine.pool.resident(0)) for engine in engines)
+        assert sum(missing for *_, missing in await compared()) == holders > 0
+        await client.close()
 
 
 @pytest.mark.process

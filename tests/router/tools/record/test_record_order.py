@@ -166,6 +166,7 @@ def test_a_hole_in_an_answer_is_asked_for_again() -> None:
     stream.publish(heard=True)
     stream.settle()
     assert [line.seq for line in stream.written] == list(range(21))
+    assert stream.stats.history_frames == 20, "all but the last, which was heard"
 
 
 def test_batches_beyond_the_buffer_are_requested_afterwards() -> None:

@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvatlas.router.tools.top import render, snapshots
+from kvatlas.router.tools.top import _single_keys, render, snapshots
 from kvatlas.router.tools.top_snapshot import EngineRow, RouterSnapshot, make_snapshot
 from tests.router.tools.doctor.rig import http_server
 from tests.support.examples import examples
@@ -41,9 +42,11 @@ async def test_a_running_router() -> None:
     async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
         async with aclosing(snapshots(rig.ops_url, 0.05)) as stream:
             first = await anext(stream)
+            taken_s = asyncio.get_running_loop().time()
             for _ in range(3):
                 await rig.chat("tell a story " * 40)
             snapshot = await anext(stream)
+            passed_s = asyncio.get_running_loop().time() - taken_s
         began = asyncio.get_running_loop().time()
         async with aclosing(snapshots(rig.ops_url, 1.0)) as seldom:
             assert [len((await anext(seldom)).engines) for _ in range(2)] == [2, 2]
@@ -57,7 +60,7 @@ async def test_a_running_router() -> None:
         assert totals is not None
         assert (first.totals.requests, totals.requests) == (0, 3)
         assert totals.requests_per_s is not None
-        assert totals.requests_per_s > 0
+        assert totals.requests_per_s == pytest.approx(3 / passed_s, rel=0.3)
         assert totals.hit_share is not None
         assert totals.hit_share > 0.5
         assert (totals.active, totals.errors, totals.retries) == (0, 0, 0)
@@ -124,6 +127,44 @@ def test_states_that_matter_are_shown() -> None:
         "2 up",
     ):
         assert words in text
+
+
+def test_figures_of_engines_and_of_all() -> None:
+    entries = [
+        {
+            "engine": "http://a:1",
+            "up": True,
+            "receipts": {"exact": 3, "over": 1, "unpredicted": 16},
+            "first_tokens": {"predicted_s": 0.5, "measured_s": 0.75, "accurate": 1, "compared": 2},
+            "load": {"running": 1, "waiting": 2},
+            "feed": {"lag_s": 0.09},
+            "drifting": True,
+        },
+        {"engine": "http://b:1", "up": True, "receipts": {"exact": 4}, "load": {"running": 3, "waiting": 4}},
+    ]
+    receipts = [
+        {"engine_id": "http://a:1", "actual_tokens": 30, "prompt_tokens": 100},
+        {"engine_id": "http://a:1", "actual_tokens": 50, "prompt_tokens": 100},
+        {"engine_id": "http://b:1", "actual_tokens": 0, "prompt_tokens": 200},
+        {"engine_id": "http://b:1", "actual_tokens": None, "prompt_tokens": 200},
+    ]
+    page = 'kvatlas_proxy_requests_active 2\nkvatlas_proxy_retries_total{reason="a"} 3\n'
+    page += 'kvatlas_proxy_retries_total{reason="b"} 4\nkvatlas_other 9\n'
+    before = make_snapshot("http://r", [{**entries[0], "receipts": {"exact": 10}}], [], "")
+    snapshot = make_snapshot("http://r", entries, receipts, page, before=before, elapsed_s=4.0)
+    lines = [line.split() for line in shown(snapshot).splitlines()]
+    first, second, total = (
+        next(line for line in lines if line[:1] == [name]) for name in ("a:1", "b:1", "total")
+    )
+    assert first[1:] == ["20", "2.5", "40%", "75%", "-", "1", "2", "-", "-", "-", "drift"]
+    assert second[1:] == ["4", "-", "0%", "100%", "-", "3", "4", "-", "-", "-", "up"]
+    assert total[1:] == ["24", "2.5", "20%", "88%", "-", "4", "6", "-", "-", "2", "up"]
+    assert "requests: 2 active, - errors in 5 min, 7 retries since the start" in shown(snapshot)
+    assert ["a:1", "0.50", "s", "0.75", "s", "50%", "of", "2"] in lines
+    assert [line[0] for line in lines if line].count("b:1") == 1, "no first token of it was compared"
+    assert "late" not in shown(snapshot)
+    restarted = make_snapshot("http://r", [entries[1]], [], "", before=snapshot, elapsed_s=4.0)
+    assert (restarted.engines[0].requests_per_s, restarted.totals and restarted.totals.retries) == (0, None)
 
 
 def test_a_table_with_a_dead_engine_fits_80_columns() -> None:
@@ -276,6 +317,18 @@ class Terminal:
             self.process.kill()
             self.process.wait()
         os.close(self._main)
+
+
+def test_keys_are_read_one_by_one_and_the_terminal_is_left_as_it_was() -> None:
+    main, side = pty.openpty()
+    try:
+        before = termios.tcgetattr(side)
+        with _single_keys(side):
+            assert not termios.tcgetattr(side)[3] & (termios.ICANON | termios.ECHO)
+        assert termios.tcgetattr(side) == before
+    finally:
+        os.close(main)
+        os.close(side)
 
 
 def test_on_a_terminal_q_ends_it() -> None:
