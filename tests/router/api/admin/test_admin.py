@@ -12,6 +12,7 @@ import structlog
 from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.api.admin_auth import AdminSettings
+from kvatlas.router.api.admin_tokens import read_tokens
 from kvatlas.router.config.checks import check_config
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import load
@@ -31,6 +32,20 @@ async def test_it_is_off_unless_switched_on() -> None:
         for method, path in (("GET", "/admin/engines"), ("POST", "/admin/engines/drain")):
             status, body = await rig.ask(method, path)
             assert (status, body["error"]["code"]) == (404, "path_not_found")
+
+
+async def test_a_change_is_answered_after_the_other_workers_have_it(tmp_path: Path) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        seen: list[str] = []
+
+        async def settled() -> None:
+            await asyncio.sleep(1)
+            seen.append((await admin.listed())[one.base_url]["on_hold"])
+
+        admin.rig.router.admin._settled = settled
+        for path in ("/drain", "/undrain"):
+            assert (await admin.ask("POST", path, {"engine": one.base_url}))[0] == 200
+        assert seen == ["drained by ann", ""]
 
 
 @pytest.mark.parametrize("own_port", [False, True])
@@ -328,6 +343,7 @@ def test_changes_must_be_in_the_log(tmp_path: Path) -> None:
         ("ann:short", "line 1: a token is at least 16"),
         ("\nann:0123456789 abcdef", "line 2: a token is at least 16"),
         (":0123456789abcdef", "line 1: expected NAME:TOKEN"),
+        ("x" * 65 + ":0123456789abcdef", "line 1: expected NAME:TOKEN"),
         ("x" * 20 + "\n" + "y" * 20 + "\nä", "not ASCII"),
         ("\n".join(f"{n}-0123456789abcdef" for n in range(65)), "has 65 tokens; 1 to 64"),
         (None, "no such file"),
@@ -342,3 +358,9 @@ def test_token_files_that_cannot_be_used_are_named_at_start(
     assert str(error.value).startswith("admin.token_file: ")
     assert told in str(error.value)
     assert "0123456789" not in str(error.value)  # never a token
+
+
+def test_a_token_file_may_have_64_tokens_of_16_characters_and_a_name_of_64(tmp_path: Path) -> None:
+    names = ["x" * 64, *(str(number) for number in range(63))]
+    path = token_file(tmp_path, "\n".join(f"{name}:{number:016}" for number, name in enumerate(names)))
+    assert [name for _, name in read_tokens(Path(path))] == names

@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvatlas.router.api.admin_app import common_name
 from kvatlas.router.api.admin_auth import AdminSettings
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.startup_check import check
@@ -59,6 +60,21 @@ async def test_a_certificate_is_enough_and_its_name_is_written_down(
             status, _, _ = await admin.ask("POST", "/drain", {"engine": one.base_url}, token=None)
         assert status == 200
         assert [(line["who"], line["action"]) for line in lines] == [(name, "drain")]
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        ([("organizationName", "ops"), ("commonName", "ann")], "ann"),
+        ([("commonName", "a" * 80)], "a" * 64),
+        ([("organizationName", "ops")], "[('organizationName', 'ops')]"),
+        ([], "certificate"),
+    ],
+)
+def test_the_name_in_the_log_is_the_common_name_or_the_whole_subject(
+    subject: list[tuple[str, str]], name: str
+) -> None:
+    assert common_name({"subject": tuple((pair,) for pair in subject)}) == name
 
 
 async def test_certificate_and_token_are_both_wanted_where_both_are_configured(
