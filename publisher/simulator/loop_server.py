@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -53,9 +54,9 @@ class LoopServer(uvicorn.Server):
         await self.shutdown()
 
     async def main_loop(self) -> None:
-        ticks = 0
-        while not (self.ending.is_set() or await self.on_tick(ticks)):
-            ticks += 1
+        for ticks in itertools.count():
+            if self.ending.is_set() or await self.on_tick(ticks):
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self.ending.wait()

@@ -9,10 +9,13 @@ import openai
 import pytest
 
 from kvatlas.publisher.simulator import http_agents
+from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
+from kvatlas.publisher.simulator.tokenizer import shared_tokenizer
 from tests.publisher.simulator.support import client, engine, request
 from tests.support.clients import anthropic_client
 
 MODEL = "kvatlas-demo"
+TOKENIZER = shared_tokenizer(DEMO_TOKENIZER_DIR)
 
 
 async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthropic: Any) -> None:
@@ -33,6 +36,25 @@ async def test_counted_rendered_and_answered_prompts_have_the_same_tokens(anthro
             made = await responses.responses.create(**said)
         assert made.usage is not None
         assert made.usage.input_tokens == len(rendered["token_ids"])
+
+
+@pytest.mark.parametrize("said", [[], [{"role": "assistant", "content": "I look."}]])
+async def test_calls_of_functions_belong_to_the_assistants_message_before_them(said: list[Any]) -> None:
+    calls = [
+        {"type": "function_call", "call_id": city, "name": "rain", "arguments": f'{{"city": "{city}"}}'}
+        for city in ("Rome", "Oslo")
+    ]
+    result = {"type": "function_call_output", "call_id": "Rome", "output": "None"}
+    body = {"model": MODEL, "input": [{"role": "user", "content": "Rain?"}, *said, *calls, result]}
+    async with engine(enable_scale_out=True) as running:
+        _, rendered = await request(running, "POST", "/v1/responses/render", body)
+    text = TOKENIZER.decode(rendered["token_ids"])
+    assert text.endswith(
+        f"Rain?<|im_end|>\n<|im_start|>assistant\n{said[0]['content'] if said else ''}"
+        '\ncall: {"name": "rain", "arguments": {"city": "Rome"}}'
+        '\ncall: {"name": "rain", "arguments": {"city": "Oslo"}}<|im_end|>\n'
+        "<|im_start|>tool\nNone<|im_end|>\n<|im_start|>assistant\n"
+    ), text
 
 
 async def test_a_stored_response_is_read_and_followed() -> None:

@@ -111,9 +111,12 @@ async def test_ids_are_null_where_they_are_not_asked_for(body: dict[str, Any]) -
 
 async def test_a_stop_string_ends_the_text_and_is_held_back() -> None:
     async with engine() as running:
-        whole = text(await events(running, {**COMPLETION, "max_tokens": 40, "ignore_eos": True}))
+        options = {**COMPLETION, "max_tokens": 40, "ignore_eos": True}
+        free = await events(running, {**options, "return_token_ids": True})
+        assert text(free[:20]) == TOKENIZER.decode(output(free[:20])), "nothing is held back for no string"
+        whole = text(free)
         stop = whole[50:62]
-        options = {**COMPLETION, "max_tokens": 40, "ignore_eos": True, "stop": ["never", stop]}
+        options["stop"] = ["never", stop]
         stopped = await events(running, options)
         assert text(stopped) == whole[: whole.index(stop)]
         last = stopped[-1]["choices"][0]

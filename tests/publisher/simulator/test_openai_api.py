@@ -89,8 +89,24 @@ async def test_a_streamed_chat_says_what_the_whole_one_says() -> None:
         assert usage.usage.completion_tokens == 20
         assert usage.usage.prompt_tokens == whole.usage.prompt_tokens
         assert usage.usage.prompt_tokens_details.cached_tokens == (whole.usage.prompt_tokens - 1) // 16 * 16
-        plain = await chat(api, [user("Tell me")], stream=True)
-        assert all(chunk.choices and chunk.usage is None for chunk in [c async for c in plain])
+        plain = [chunk async for chunk in await chat(api, [user("Tell me")], stream=True)]
+        assert all(chunk.choices and chunk.usage is None for chunk in plain)
+        for sent in (chunks, plain):
+            assert [chunk for chunk in sent if chunk.system_fingerprint is not None] == sent[-1:]
+
+
+async def test_the_id_of_an_answer_is_the_clients_or_drawn() -> None:
+    async with engine() as running, client(running) as api:
+
+        async def answered(**options: Any) -> str:
+            return str((await chat(api, [user("Hi")], max_tokens=1, **options)).id)
+
+        own = {"extra_body": {"request_id": "own"}}
+        assert await answered(**own) == "chatcmpl-own"
+        assert await answered(**own, extra_headers={"x-request-id": "header"}) == "chatcmpl-header"
+        drawn = {await answered(), await answered()}
+        assert len(drawn) == 2
+        assert all(len(one) == len("chatcmpl-") + 32 for one in drawn)
 
 
 async def test_completions_take_text_and_token_ids() -> None:

@@ -126,6 +126,15 @@ def test_decoding_is_shared_by_the_batch_and_cached_tokens_cost_nothing() -> Non
     assert rig.now_s - start_s == pytest.approx(2 * COSTS.prefill_s_per_token)
 
 
+def test_a_state_that_a_step_stores_is_used_after_it() -> None:
+    rig = Rig("mamba-hybrid")
+    first = rig.add(prompt(65), max_tokens=9)
+    rig.step()
+    again = rig.add(prompt(65), max_tokens=1)
+    assert [output.request for output in rig.run() if output.finish_reason] == [again, first]
+    assert again.cached_tokens == 64
+
+
 def test_a_prompt_over_the_budget_is_computed_in_chunks() -> None:
     rig = Rig(max_num_batched_tokens=64)
     request = rig.add(prompt(200), max_tokens=1)
