@@ -113,8 +113,6 @@ class PrefixTree:
         if node.keys.pop(key) not in self._full:
             return node, []
         node.full_blocks -= 1
-        if node.cut or node.loose or not (node.keys or node.children or node.pending):
-            return node, []
         return node, self._spread(node)
 
     def prune(self, node: Node) -> tuple[list[Node], Node | None]:

@@ -173,6 +173,9 @@ def test_a_store_that_is_away_is_not_asked_for_every_request(rigs: Any) -> None:
     assert rig.tier.counters["stores_left_out_store_away"] == 100
     rig.store.gone = False
     rig.clock.now += SETTINGS.away_for_s
+    assert rig.ask(key(200)) == frozenset()
+    assert len(rig.store.calls) == 2
+    assert len(rig.tier.begin_store([key(200)])) == 1
     rig.write(key(1))
     rig.clock.now += SETTINGS.absent_for_s
     assert rig.ask(key(1)) == {key(1)}
@@ -245,7 +248,7 @@ def test_answers_kept_are_bounded(rigs: Any) -> None:
     rig = rigs(settings=dataclasses.replace(SETTINGS, answers_max=100))
     for start in range(0, 1000, 50):
         rig.ask(*[key(i) for i in range(start, start + 50)])
-    assert len(rig.tier._answers) == 100
+    assert list(rig.tier._answers) == [key(i) for i in range(900, 1000)]
 
 
 def test_a_key_whose_load_failed_is_not_held_until_stored_again(rigs: Any) -> None:
@@ -275,6 +278,17 @@ def test_quarantine_ends_without_a_new_store(rigs: Any) -> None:
     assert rig.ask(key(1)) == frozenset()
     rig.clock.now += 0.1
     assert rig.ask(key(1)) == {key(1)}
+
+
+def test_keys_in_quarantine_are_bounded(rigs: Any) -> None:
+    rig = rigs(settings=dataclasses.replace(SETTINGS, answers_max=3))
+    keys = [key(i) for i in range(4)]
+    rig.write(*keys)
+    for one in keys:
+        assert rig.ask(one) == {one}
+        rig.tier.begin_load([one])
+        rig.tier.end_load(one, ok=False)
+    assert list(rig.tier._quarantine) == keys[1:]
 
 
 def test_blocks_not_known_to_be_held_cannot_be_loaded(rigs: Any) -> None:

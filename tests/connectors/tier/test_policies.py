@@ -156,6 +156,16 @@ def test_a_boundary_loaded_twice_keeps_its_tail() -> None:
     assert missing(tier, keys("abcd", FULL, STATE)) == [*keys("a", STATE), *keys("abc", STATE, first=2)]
 
 
+def test_a_boundary_loaded_once_lets_its_tail_go_after_older_ones() -> None:
+    tier = boundary_tier(8, (SHAPES[0], SHAPES[2]))
+    store(tier, "abcd", FULL, STATE)
+    load(tier, [*keys("ab", FULL), *keys("ab", STATE, first=1)])
+    store(tier, "x", FULL, STATE)
+    assert missing(tier, keys("abcd", FULL, STATE)) == [*keys("a", STATE), *keys("abc", STATE, first=2)]
+    store(tier, "y", FULL)
+    assert missing(tier, keys("abcd", FULL, STATE)) == keys("abc", STATE)
+
+
 def test_a_boundary_that_can_be_resumed_outlives_what_follows_it() -> None:
     tier = boundary_tier(12, (SHAPES[0], SHAPES[2]))
     store(tier, "abcd", FULL, STATE)
@@ -200,6 +210,19 @@ def test_a_long_prompt_is_given_up_in_parts() -> None:
     for number in range(900):
         store(tier, chr(0x4E00 + number), FULL)
     assert missing(tier, every) == every[-903:]
+
+
+def test_the_prompt_that_was_loaded_longest_ago_shrinks_however_often_it_was_loaded() -> None:
+    policy = BoundaryPolicy(SHAPES[:1], 4, 4, nodes_max=1000)
+    tier = HostTier(6, policy)
+    for word in ("xyz", "abc"):
+        store(tier, word, FULL)
+    for word in ["xyz", "abc"] * 100 + ["xyz"]:
+        load(tier, keys(word, FULL))
+    assert len(policy._leaves) <= 4 * len(policy.tree) + 64
+    for number in range(3):
+        store(tier, f"{number}", FULL)
+    assert missing(tier, keys("abc", FULL) + keys("xyz", FULL)) == keys("abc", FULL)
 
 
 def test_without_a_lineage_the_oldest_goes() -> None:
