@@ -11,6 +11,7 @@ From metrics: sums since the engine's start (vLLM's names), so averages over all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -98,8 +99,8 @@ def _lines(tokens: _Floats, seconds: _Floats) -> tuple[_Floats, _Floats]:
     rng = np.random.default_rng(0)
     slopes, rests = [], []
     everything = np.arange(len(tokens))
-    for resample in range(RESAMPLES + 1):
-        chosen = everything if resample == 0 else rng.choice(everything, len(everything))
+    resamples = (rng.choice(everything, len(everything)) for _ in range(RESAMPLES))
+    for chosen in chain([everything], resamples):
         x, y = tokens[chosen], seconds[chosen]
         first, second = rng.integers(0, len(x), (2, PAIRS))
         apart = x[first] != x[second]

@@ -16,6 +16,7 @@ and occupies a link of both engines.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -205,7 +206,7 @@ class SharedStore:
         self._coming: list[tuple[float, int, Link, list[HeldKey]]] = []
         self._under_way: set[HeldKey] = set()
         self._waiting: Counter[Link] = Counter()
-        self._order = 0
+        self._order = itertools.count()
 
     def write(self, link: Link, chain: Sequence[HeldKey], block_bytes: int, now: float) -> int:
         """Write blocks over an engine's link unless they are held or in transit; returns how many were
@@ -217,8 +218,7 @@ class SharedStore:
         if written:
             size = len(written) * block_bytes
             ends_s = max(link.send(size, now), self._writes.send(size, now)) + self.spec.latency_s
-            self._order += 1
-            heapq.heappush(self._coming, (ends_s, self._order, link, written))
+            heapq.heappush(self._coming, (ends_s, next(self._order), link, written))
             self._under_way.update(written)
             self._waiting[link] += len(written)
         return len(new) - len(written)

@@ -212,17 +212,18 @@ def test_a_long_prompt_is_given_up_in_parts() -> None:
     assert missing(tier, every) == every[-903:]
 
 
-def test_the_prompt_that_was_loaded_longest_ago_shrinks_however_often_it_was_loaded() -> None:
+def test_the_prompt_that_was_loaded_longest_ago_shrinks_however_often_others_are_loaded() -> None:
     policy = BoundaryPolicy(SHAPES[:1], 4, 4, nodes_max=1000)
-    tier = HostTier(6, policy)
-    for word in ("xyz", "abc"):
+    tier = HostTier(9, policy)
+    for word in ("mno", "xyz", "abc"):
         store(tier, word, FULL)
     for word in ["xyz", "abc"] * 100 + ["xyz"]:
         load(tier, keys(word, FULL))
     assert len(policy._leaves) <= 4 * len(policy.tree) + 64
-    for number in range(3):
-        store(tier, f"{number}", FULL)
-    assert missing(tier, keys("abc", FULL) + keys("xyz", FULL)) == keys("abc", FULL)
+    for oldest, others in (("mno", "012"), ("abc", "345")):
+        for word in others:
+            store(tier, word, FULL)
+        assert missing(tier, keys("xyz", FULL) + keys(oldest, FULL)) == keys(oldest, FULL)
 
 
 def test_without_a_lineage_the_oldest_goes() -> None:

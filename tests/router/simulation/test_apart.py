@@ -109,6 +109,21 @@ def test_short_prompts_stay_whole() -> None:
     assert not any(row.fetched for row in run.rows)
 
 
+def test_an_answer_too_long_for_its_engine_keeps_no_blocks_where_its_prompt_was_computed() -> None:
+    run, sim = apart(busy(12), 1, num_blocks=12, groups=FULL)
+    assert all(row.ttft_s < 0 for row in run.rows)
+    assert any(row.fetched for row in run.rows)
+    assert [engine.pool.num_free_blocks for engine in sim._engines] == [11] * 3
+
+
+def test_rates_are_learned_once_of_each_prompt_where_it_was_computed() -> None:
+    for learned in (False, True):
+        run, sim = apart(busy(12), 1, learn_rates=learned)
+        split = sum(row.fetched > 0 for row in run.rows)
+        first, *others = [account.rates.now(sim._now).samples for account in sim._loads]
+        assert (first, sum(others)) == ((split, 12 - split) if learned else (0, 0))
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 1500), st.integers(1, 80), st.floats(0, 0.5)),

@@ -226,6 +226,7 @@ def test_sizes_and_links_as_flags_say_them() -> None:
 def test_the_cost_of_a_load_is_that_of_the_slower_link() -> None:
     setup = TierSetup(block_bytes=64_000, store=TierSpec(blocks=1, bytes_per_s=1e6, total_bytes_per_s=0.5e6))
     assert setup.load_s_per_token("STORAGE", HYBRID) == pytest.approx(1000 / 0.5e6)
+    assert setup.load_s_per_token("STORAGE", HYBRID[1:]) == pytest.approx(1000 / 0.5e6)
     assert setup.load_s_per_token("CPU", HYBRID) == 0.0
 
 

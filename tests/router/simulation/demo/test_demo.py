@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import re
@@ -13,17 +15,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.__main__ import run
+from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.observe.receipts import Leg
 from kvatlas.router.simulation.demo.gateway import find_envoy, gateway_process
 from kvatlas.router.simulation.demo.run import KvConnector, apart
-from kvatlas.router.simulation.demo.table import Tally
+from kvatlas.router.simulation.demo.store import find_server
+from kvatlas.router.simulation.demo.table import LegCounts, Tally, live_table
 from tests.support.envoy import program
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
+from tests.support.whole_router import configure, routing, running
 
 DEMO = [sys.executable, "-m", "kvatlas", "demo"]
 KEYS = {"requests", "errors", "hit_tokens", "prompt_tokens", "ttft_p50_ms", "ttft_p99_ms"}
@@ -218,6 +226,58 @@ def test_a_tally_of_nothing_and_of_something() -> None:
     assert tally.hit_share == 0.25
     assert (tally.ttft_ms(0.5), tally.ttft_ms(0.99), tally.ttft_ms(1.0)) == (50.0, 99.0, 100.0)
     assert tally.as_json()["requests"] == 101
+
+
+async def test_the_table_shows_engines_their_halves_and_who_follows_them() -> None:
+    tally, legs = Tally(), LegCounts()
+    tally.add(100, 25, 0.010)
+    config = {"num_blocks": 101}
+    async with running(config) as (one,), routing(configure(one)) as rig, routing(configure(one)) as other:
+        for _ in range(2):
+            await rig.chat("a long story about a small engine " * 20)
+            await rig.caught_up(one)
+        receipt = rig.router.accounts.receipts.latest[0]
+        gaps_s: list[tuple[Leg, float | None]] = [("decode", at) for at in (0.2, 0.4, 0.3)]
+        for leg, gap_s in (*gaps_s, ("prefill", None), ("", None), ("", None)):
+            legs.add(msgspec.structs.replace(receipt, leg=leg, gap_s=gap_s))
+
+        def shown(*routers: Router, legs: LegCounts | None = None) -> tuple[list[str], list[str]]:
+            """Columns of the engine's row, and the lines below the table."""
+            text = io.StringIO()
+            table = live_table(routers, {one.base_url: tally}, legs, tally, Tally(), 7.0)
+            Console(file=text, width=150).print(table)
+            row, *below = text.getvalue().splitlines()[3:]
+            return row.split(), below
+
+        name = one.base_url.removeprefix("http://")
+        figures = ["1", "144", "144", "2/2", "9%", "10", "ms"]
+        row, below = shown(rig.router)
+        assert row == [name, *figures, "ready"]
+        assert " ".join(below[0].split()) == "kvatlas 1 reqs hit 25% TTFT p50 10 ms p99 10 ms"
+        assert below[2:] == ["round-robin (computed 5 s behind) has yet to answer 1 of these requests"]
+        row, below = shown(rig.router, other.router, legs=legs)
+        assert row == [name, "-", "2", "1", "3", *figures, "ready", "at", "1"]
+        told = "prompts computed elsewhere 3, at home 2; between the two legs p50 300 ms"
+        assert below[3:] == [told]
+        for follower in ("2", "none"):
+            (rig if follower == "2" else other).router.lifecycle.feeds.stats.clear()
+            row, _ = shown(rig.router, other.router)
+            assert row[-2:] == ["at", follower]
+
+
+def test_a_server_is_found_on_the_path_or_in_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    carried = find_server()
+    assert carried is not None
+    assert (Path(carried).name, os.access(carried, os.X_OK)) == ("valkey-server", True)
+    own = tmp_path / "redis-server"
+    own.touch(mode=0o755)
+    assert find_server() == str(own)
+    own.unlink()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_server() is None
 
 
 def test_an_index_that_cannot_be_reached_ends_the_demo_before_it_starts(
