@@ -260,7 +260,7 @@ async def test_the_table_shows_engines_their_halves_and_who_follows_them() -> No
         told = "prompts computed elsewhere 3, at home 2; between the two legs p50 300 ms"
         assert below[3:] == [told]
         for follower in ("2", "none"):
-            (rig if follower == "2" else other).router.lifecycle.feeds.stats.clear()
+            (rig if follower == "2" else other).router.lifecycle.feeds.stop(one.base_url)
             row, _ = shown(rig.router, other.router)
             assert row[-2:] == ["at", follower]
 
