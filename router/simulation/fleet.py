@@ -544,7 +544,6 @@ class FleetSim:
             self._note(leg.engine)
 
     def _refused(self, run: RequestRun, now: float) -> None:
-        self._fetched(run, now)
         opened = self._close(run, None)
         if run.keeps and opened.leg is not None:
             self._end_leg(opened.leg, now)
