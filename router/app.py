@@ -39,6 +39,7 @@ from kvatlas.router.fleet.engine_calls import EngineCalls, hold_engine_tls
 from kvatlas.router.fleet.engines import DesiredState
 from kvatlas.router.fleet.poller import FleetPoller
 from kvatlas.router.fleet.salt_proof import TOLD
+from kvatlas.router.fleet.shared_proofs import GossipedProofs
 from kvatlas.router.fleet.sources import FleetSources
 from kvatlas.router.fleet.status import Fleet, Frontend
 from kvatlas.router.http.asgi import Application
@@ -413,8 +414,8 @@ class Router:
     def _hear_probe(self, engine_id: str, told: bytes) -> None:
         """Take in what another router found out about an engine."""
         if told.startswith(TOLD):
-            if self.poller is not None:
-                self.poller.hear_salts(engine_id, told)
+            if self.poller is not None and isinstance(self.poller.shared_proofs, GossipedProofs):
+                self.poller.shared_proofs.hear(engine_id, told)
         elif self.probes is not None:
             self.probes.learn(engine_id, told)
 
@@ -457,8 +458,12 @@ class Router:
             works = self.lifecycle.begin(tasks)
             poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, client)
             if isinstance(inflight := self.accounts.inflight, GossipedInflight):
-                poller.tell_salts, poller.leads = inflight.publish_probe, lambda: self.leads_fleet
+                poller.shared_proofs = GossipedProofs(
+                    inflight.publish_probe, poller.salt_proof, lambda: self.leads_fleet
+                )
                 inflight.probed = self._hear_probe
+            if self.peers.shared is not None:
+                poller.shared_proofs = self.peers.shared.salt_proofs
             poller.versions = self.config.pull.enabled
             poller.versions_once = self.config.proxy.continue_streams
             self._assign()

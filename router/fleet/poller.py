@@ -35,8 +35,9 @@ from kvatlas.router.fleet.engine_metrics import (
     read_transfers,
 )
 from kvatlas.router.fleet.engines import DesiredFleet
-from kvatlas.router.fleet.salt_proof import LEADER_S_MAX, TOLD_S_MAX, SaltProof, SaltProver, read_told
+from kvatlas.router.fleet.salt_proof import SaltProof, SaltProver
 from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.fleet.shared_proofs import SharedProofs
 from kvatlas.router.fleet.statement import (
     SERVER_INFO,
     EngineStatement,
@@ -129,12 +130,8 @@ class FleetPoller(Generic[E]):
         # What is known of the salts of servers that are up, and when it is to be tried again.
         self._proofs: dict[str, SaltProof] = {}
         self._proofs_due: dict[str, float] = {}
-        self.tell_salts: Callable[[str, bytes], None] | None = None
-        """Tells the other routers what is known of an engine's salts; None: there are none."""
-        self.leads: Callable[[], bool] = lambda: True
-        """Whether this router acts for all others."""
-        # Servers of which another router is asked, until it has told.
-        self._awaited: dict[str, asyncio.Event] = {}
+        self.shared_proofs: SharedProofs | None = None
+        """Proofs of other routers; None: there are no others."""
         # Servers that were found to be another process, until their salts are tried.
         self._restarted: set[str] = set()
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -367,52 +364,34 @@ class FleetPoller(Generic[E]):
         not show."""
         if not any(status.up for status in self._fleet.ranks(base_url)) or base_url not in self._proofs:
             proof = self._proofs[base_url] = SaltProof()
-            if self.tell_salts is None or not await self._told_salts(base_url, proof):
-                await self._prove_salts(base_url, models, proof)
+            await self._settle_salts(base_url, models, proof)
         elif self._proofs[base_url].again and self._tasks is not None:
             now = asyncio.get_running_loop().time()
             if now >= self._proofs_due.get(base_url, 0.0):
                 self._proofs_due[base_url] = math.inf
                 proof = self._proofs[base_url]
-                self._tasks.create_task(self._prove_salts(base_url, models, proof), name="try salts")
+                self._tasks.create_task(self._settle_salts(base_url, models, proof), name="try salts")
 
-    async def _told_salts(self, base_url: str, proof: SaltProof) -> bool:
-        """Ask the other routers what they know of the process at this server, and wait for it."""
-        with contextlib.suppress(OSError, _BadAnswerError):
-            proof.started = read_started(await self._get(base_url + METRICS))
-        if proof.started is None:
-            return False
-        heard = self._awaited[base_url] = asyncio.Event()
-        self._tell_salts(base_url)
-        try:
-            async with asyncio.timeout(LEADER_S_MAX if self.leads() else TOLD_S_MAX):
-                await heard.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._awaited.pop(base_url, None)
-        if proof.again:
+    async def _settle_salts(self, base_url: str, models: tuple[ModelCard, ...], proof: SaltProof) -> None:
+        """Take over what another router has found out about the process at this server, or try it."""
+        others, tries = self.shared_proofs, proof.tries
+        engine_id = next((rank.engine_id for rank in self._fleet.ranks(base_url)), "")
+        if others is not None and not tries:
+            with contextlib.suppress(OSError, _BadAnswerError):
+                proof.started = read_started(await self._get(base_url + METRICS))
+        if others is not None and proof.started is not None:
+            await others.ask(engine_id, proof)
+        if proof.tries == tries:
+            await self._prove_salts(base_url, models, proof)
+            if others is not None and proof.started is not None:
+                await others.tell(engine_id, proof)
+        if self._proofs.get(base_url) is proof:  # its server has not left meanwhile
             self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
-        return proof.tries > 0
 
-    def _tell_salts(self, base_url: str) -> None:
-        proof, ranks = self._proofs.get(base_url), self._fleet.ranks(base_url)
-        if self.tell_salts is not None and proof is not None and ranks:
-            self.tell_salts(ranks[0].engine_id, proof.told())
-
-    def hear_salts(self, engine_id: str, told: bytes) -> None:
-        """Take in what another router tells or asks of an engine's salts. Raises ``ValueError`` if it cannot
-        be read."""
-        found, status = read_told(told), self._fleet.get(engine_id)
-        base_url = "" if status is None else status.engine.base_url
-        mine = self._proofs.get(base_url)
-        if mine is None:
-            return
-        if not found.tries:
-            if mine.tries and mine.started == found.started:
-                self._tell_salts(base_url)
-        elif mine.hear(found) and (heard := self._awaited.get(base_url)) is not None:
-            heard.set()
+    def salt_proof(self, engine_id: str) -> SaltProof | None:
+        """Return the proof of an engine's server, as far as it goes."""
+        status = self._fleet.get(engine_id)
+        return None if status is None else self._proofs.get(status.engine.base_url)
 
     async def _prove_salts(self, base_url: str, models: tuple[ModelCard, ...], proof: SaltProof) -> None:
         ranks = self._fleet.ranks(base_url)
@@ -449,9 +428,6 @@ class FleetPoller(Generic[E]):
             await prover.prove(proof)
         except Exception as error:  # noqa: BLE001  # whatever an engine answers: nothing is proven by it
             _log.exception("salts could not be tried", server=base_url, problem=describe_error(error))
-        if self._proofs.get(base_url) is proof:  # its server has not left meanwhile
-            self._proofs_due[base_url] = asyncio.get_running_loop().time() + proof.pause_s
-            self._tell_salts(base_url)
         for path, one in proof.doubts.items():
             if known.get(path) != one:
                 _log.warning("prompts cannot be isolated", server=base_url, path=path, problem=one.why)

@@ -7,8 +7,8 @@ Each repetition must hit and no foreign salt may, by the ``cached_tokens`` of th
 own counters where nothing else was computed meanwhile. What is not proven is refused for tenants with
 isolated caches. Only a hit of a foreign salt is final; everything else is tried again, after growing pauses.
 
-Routers share what they find: one that meets a server asks the others, and takes over a proof of the same
-process (by the start that its metrics state), else it tries the server itself.
+Routers share what they find (``shared_proofs``): one that meets a server asks the others, and takes over a
+proof of the same process (by the start that its metrics state), else it tries the server itself.
 
 Invariant: no answer and no error of an engine raises, or makes a proof. Bounds: prompts of ``TOKENS_MAX``
 words, and ``PROOF_S_MAX`` seconds in all. Several caches behind one URL: where the salt is dropped, a foreign
@@ -50,10 +50,6 @@ _LONGER: Final = 8
 
 TOLD: Final = b"salts "
 """How a proof begins that one router tells another."""
-LEADER_S_MAX: Final = 0.5
-"""Longest wait of the leading router for what others know of a server, before it tries it."""
-TOLD_S_MAX: Final = 5.0
-"""The same of the other routers: meanwhile the leading one tries a new server."""
 _TOLD_BYTES_MAX: Final = 16_384
 
 
@@ -89,9 +85,11 @@ class SaltProof(msgspec.Struct):
         return TOLD + msgspec.msgpack.encode(self)
 
     def hear(self, other: SaltProof) -> bool:
-        """Take over what another router has found, if it tried this process; returns whether it did."""
+        """Take over what another router has found, if it tried this process and knows more; returns whether
+        it did."""
         same = self.started is not None and self.started == other.started
-        if not same or not other.tries or not (self.again or not self.tries):
+        more = other.tries > (self.tries if other.again else 0)
+        if not same or not more or not (self.again or not self.tries):
             return False
         self.apis, self.again, self.tries = dict(other.apis), other.again, other.tries
         return True

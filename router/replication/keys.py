@@ -63,6 +63,11 @@ def limits_key(namespace: str) -> bytes:
     return f"{namespace}:limits".encode()
 
 
+def proof_key(namespace: str, of: str) -> bytes:
+    """Key of what is proven of an engine's salts."""
+    return f"{namespace}:salts:{of}".encode()
+
+
 @cache
 def tag(partition: int, partitions: int) -> str:
     """Return the hash tag of a partition, chosen so that partitions spread evenly over the slots; "" for

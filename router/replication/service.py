@@ -37,6 +37,7 @@ from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable, pack
 from kvatlas.router.replication.registry import Registry
 from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.replication.stored_proofs import StoredProofs
 
 _log = structlog.get_logger()
 # Bound of each step of the shutdown: a server that hangs must not delay the end of the process.
@@ -114,6 +115,7 @@ class SharedState(ABC):
         self.replica = settings.replica or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         self._write_client, self._lookup_client = Client(settings), Client(settings)
         self._stream = InflightStream(self._write_client)
+        self.salt_proofs = StoredProofs(self._write_client, settings.namespace, self.replica)
         self._clock = clock
         self._started = secrets.randbits(40)
         self._scopes: dict[str, LeaseScope] = {}

@@ -46,7 +46,7 @@ class Scene:
         (self.engine_id,) = fleet.taps
 
     def keys(self) -> list[str]:
-        """What the master says that it holds."""
+        """All keys, by the master's own list."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._master.http_port}/get_all_keys") as answer:
             return sorted(answer.read().decode().split())
 
@@ -59,7 +59,7 @@ class Scene:
         assert line == "removed 0\n"
 
     def chunks(self) -> int:
-        """What the router counts, when it has read a list that it asked for after all before."""
+        """The router's count, when it has read a list that it asked for after all before."""
         self._fleet.settle(self.engine_id)
         wanted = self._store()["batches"] + 2
         wait_until(lambda: self._store()["batches"] >= wanted, "two lists of keys")
@@ -164,7 +164,7 @@ def engine_at(master: Service, python: str, model: Path, folder: Path) -> VllmEn
 
 
 @pytest.mark.parametrize("length", [10, 33, 64, 500])
-def test_what_the_connector_stored_is_predicted(scene: Scene, length: int) -> None:
+def test_chunks_of_the_connector_are_predicted(scene: Scene, length: int) -> None:
     tokens = prompt(length, length)
     whole = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert scene.send(tokens) == (0, 0)

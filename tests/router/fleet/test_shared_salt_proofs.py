@@ -13,6 +13,7 @@ from kvatlas.router.fleet.engine_client import Shown
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.poller import FleetPoller
 from kvatlas.router.fleet.salt_proof import TOLD, SaltProof, SaltProver, read_told
+from kvatlas.router.fleet.shared_proofs import GossipedProofs
 from kvatlas.router.fleet.status import EngineStatus, Fleet
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.openai.apis import CHAT
@@ -28,7 +29,7 @@ class Routers:
     def __init__(self, server: Server, client: HttpClient, stack: AsyncExitStack) -> None:
         self.server, self._client, self._stack = server, client, stack
         self.fleets: list[Fleet] = []
-        self.pollers: list[FleetPoller] = []
+        self.proofs: list[GossipedProofs] = []
         self.deaf = False
 
     def join(self, *, shares: bool = True) -> Fleet:
@@ -36,11 +37,11 @@ class Routers:
         fleet = Fleet([EngineAddress(self.server.base_url)], EngineStatus)
         fleet.needs_salt_proofs = True
         poller = FleetPoller(fleet, Listener(), QUICK, self._client)
-        number = len(self.pollers)
-        poller.leads = lambda: number == 0
+        number = len(self.proofs)
+        proofs = GossipedProofs(self._teller(number), poller.salt_proof, lambda: number == 0)
         if shares:
-            poller.tell_salts = self._teller(number)
-        self.pollers.append(poller)
+            poller.shared_proofs = proofs
+        self.proofs.append(proofs)
         self.fleets.append(fleet)
         task = asyncio.create_task(poller.run())
         self._stack.callback(task.cancel)
@@ -48,9 +49,9 @@ class Routers:
 
     def _teller(self, number: int) -> Callable[[str, bytes], None]:
         def tell(engine_id: str, told: bytes) -> None:
-            for at, poller in enumerate(self.pollers):
+            for at, proofs in enumerate(self.proofs):
                 if at != number and not self.deaf:
-                    asyncio.get_running_loop().call_soon(poller.hear_salts, engine_id, told)
+                    asyncio.get_running_loop().call_soon(proofs.hear, engine_id, told)
 
         return tell
 
@@ -136,6 +137,11 @@ def test_only_a_proof_of_the_same_process_is_taken_over() -> None:
         mine = SaltProof(tries=tries, again=again, started=started)
         assert mine.hear(found) is takes
         assert bool(mine.proven) is takes
+    found.again = True
+    for tries, takes in ((0, True), (1, False), (2, False)):
+        assert SaltProof(tries=tries, again=True, started=5.0).hear(found) is takes, (
+            "no more tries than its own"
+        )
     assert not SaltProof(started=5.0).hear(SaltProof(started=5.0)), "not tried yet"
 
 
