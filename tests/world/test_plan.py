@@ -70,7 +70,7 @@ def test_a_violation_is_printed_with_its_plan_and_the_command_that_replays_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--seed", "4", "--seeds", "1", "--kind", "plain", "--requests", "3", "--no-faults"]
+    options = ["--seed", "4", "--seeds", "1", "--kind", "plain", "--requests", "2", "--no-faults"]
     with monkeypatch.context() as broken:
         around(EngineModel, "_prepared", failing)(broken)
         assert command.main(options) == 1
@@ -80,7 +80,6 @@ def test_a_violation_is_printed_with_its_plan_and_the_command_that_replays_it(
         assert EngineError.__name__ not in told
         (path,) = tmp_path.glob("*.json")
         assert f"--plan {path.name} --log" in told
-        assert len(read(path.read_bytes()).requests) < 3
-        assert command.main(["--plan", str(path), "--no-shrink"]) == 1
-    assert command.main(["--plan", str(path), "--log"]) == 0
+        assert len(read(path.read_bytes()).requests) == 1
+        assert command.main(["--plan", str(path), "--no-shrink", "--log"]) == 1
     assert "  log 1" in capsys.readouterr().out

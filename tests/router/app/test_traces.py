@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from aiohttp import web
 from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.observe import traces as traces_module
 from kvatlas.router.observe.traces import Traces, TraceSettings
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.proxy.app import ProxyApp
@@ -25,6 +27,7 @@ from tests.support.whole_router import TEXT, configure, routed, routing, running
 
 pytestmark = pytest.mark.real  # threads of an exporter
 
+http_exporter = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = PARENT[:-2] + "00"
@@ -185,7 +188,10 @@ async def test_the_engine_gets_a_child_of_ours_or_what_the_client_sent(parent: s
     assert traces.stats.spans == traces.stats.spans_exported == len(kept.spans)
 
 
-async def test_a_collector_that_does_not_answer_delays_no_request() -> None:
+async def test_a_collector_that_does_not_answer_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What waits for it is the end of the process alone.
+    impatient = partial(http_exporter.OTLPSpanExporter, "http://127.0.0.1:9/v1/traces", timeout=0.1)
+    monkeypatch.setattr(traces_module, "_exporter", lambda settings: impatient())
     settings = TraceSettings(endpoint="http://127.0.0.1:9", sample_ratio=1.0)
     async with routed({}, traces=settings) as (rig, _):
         for _ in range(5):

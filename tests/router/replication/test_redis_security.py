@@ -16,6 +16,7 @@ from kvatlas.router.replication.index_url import SettingsError
 from kvatlas.router.replication.redis_client import Client
 from kvatlas.router.replication.redis_connection import IndexUnavailable
 from kvatlas.router.replication.settings import SharedSettings
+from kvatlas.router.tools import index as index_commands
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
 from tests.support.paths import ROOT
@@ -259,8 +260,11 @@ def test_a_password_among_the_flags_is_refused_with_the_remedy(
 
 
 def test_a_password_from_environment_or_file_is_taken_and_never_printed(
-    tmp_path: Path, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path,
+    kvatlas: Callable[..., subprocess.CompletedProcess[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(index_commands, "_CONNECT_S", 0.5)  # a server that refuses is asked again until then
     url = f"redis://kvatlas:{SECRET}@127.0.0.1:1/0"
     path = tmp_path / "url"
     path.write_text(url + "\n")

@@ -69,7 +69,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
-    with demo("--seconds", "3", "--engines", "2", "--json") as process:
+    with demo("--seconds", "1.5", "--engines", "2", "--json") as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
     (line,) = out.splitlines()

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.tools import index as index_commands
 from kvatlas.router.tools.verify import run_verify
 from tests.support.paths import ROOT
 from tests.support.redis_servers import Server, any_program
@@ -328,8 +329,12 @@ def test_the_url_of_the_shared_index_may_lie_in_a_file(
     ],
 )
 def test_a_shared_index_that_cannot_be_used_ends_with_status_2(
-    url: str, why: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+    url: str,
+    why: str,
+    kvatlas: Callable[..., subprocess.CompletedProcess[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(index_commands, "_CONNECT_S", 0.5)  # a server that refuses is asked again until then
     told = kvatlas("verify", str(TRACES[0]), "--index", url)
     assert told.returncode == 2
     assert why in told.stderr
