@@ -461,7 +461,7 @@ def _check_stores(stores: tuple[StoreSettings, ...]) -> None:
             if fault := socket_fault(address):
                 raise ConfigError(f"{where}.events: {address!r} {fault.replace('the engine', 'the store')}")
         for url in store.engines:
-            if fault := base_url_fault(url, "http"):
+            if fault := base_url_fault(url, "http", "https"):
                 raise ConfigError(f"{where}.engines: {url!r}: {fault}")
         for key in ("model", "key_model", "instances"):
             value = getattr(store, key)

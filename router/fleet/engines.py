@@ -34,7 +34,8 @@ class EngineAddress(msgspec.Struct, frozen=True):
     """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
 
     base_url: str
-    """``http://host:port``, without ``/v1``. One per server, or per data-parallel rank."""
+    """``http://host:port`` or ``https://host:port``, without ``/v1``. One per server, or per data-parallel
+    rank."""
     dp_rank: int | None = None
     """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
     parallelism. Set it for each rank of a server with several."""

@@ -44,9 +44,8 @@ class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_address(engine: EngineAddress) -> None:
     """Raise ``ValueError`` for addresses that cannot be used; the rules of all sources."""
-    if fault := base_url_fault(engine.base_url, "http"):
-        why = "; engines are not asked over TLS" if engine.base_url.startswith("https:") else ""
-        raise ValueError(f"engine {engine.base_url!r}: {fault}{why}")
+    if fault := base_url_fault(engine.base_url, "http", "https"):
+        raise ValueError(f"engine {engine.base_url!r}: {fault}")
     if engine.dp_rank is not None and engine.dp_rank < 0:
         raise ValueError(f"engine {engine.base_url}: dp_rank={engine.dp_rank} is negative")
     for name in ("events", "replay", "snapshot"):

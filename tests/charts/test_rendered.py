@@ -445,7 +445,7 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "bad digest": ({**MINIMAL, "image": {"digest": "sha256:12"}}, "/image/digest"),
     "no image": ({**MINIMAL, "image": {"repository": ""}}, "image.repository"),
     "no engines": ({}, "engines.selector"),
-    "an engine over TLS": ({"engines": {"static": [{"base_url": "https://10.0.0.9"}]}}, "/base_url"),
+    "an engine without a scheme": ({"engines": {"static": [{"base_url": "10.0.0.9:8000"}]}}, "/base_url"),
     "a port beside the Service's": ({**MINIMAL, "config": {"server": {"port": 9000}}}, "service.port"),
     "replicas without an index": ({**MINIMAL, "replicaCount": 2}, "redis.url"),
     "two indexes": (

@@ -14,6 +14,7 @@ from rich.text import Text
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import any_model, load, parse_engine
 from kvatlas.router.config.schema import Config
+from kvatlas.router.http.tls import TlsError
 from kvatlas.router.observe.findings import Finding, Severity
 from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.prompts.model_dir import ModelDirError
@@ -74,6 +75,8 @@ async def _examine(config: Config, url: str | None, settings: ExamineSettings, *
             return await examine(config, settings, router_url=url, progress=status.update)
     except ModelDirError as problem:
         raise ConfigError(f"--tokenizer: {problem}") from None
+    except TlsError as problem:
+        raise ConfigError(str(problem)) from None
 
 
 def report_json(findings: list[Finding]) -> str:

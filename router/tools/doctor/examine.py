@@ -28,6 +28,7 @@ from kvatlas.router.fleet.statement import SERVER_INFO, event_sources, server_in
 from kvatlas.router.fleet.status import ModelCard, kind_of
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.tls import client_context
 from kvatlas.router.index.learn.facts import SetupEvidence
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model_indexes import ModelIndexes
@@ -91,8 +92,10 @@ async def examine(
     Raises:
 
       ModelDirError: A tokenizer directory is unusable.
+      TlsError: A certificate of ``config.fleet`` is unusable.
     """
-    async with HttpClient() as client:
+    tls = client_context(config.fleet.tls, "fleet.ca_file, client_cert_file or client_key_file")
+    async with HttpClient(tls=tls) as client:
         http = Http(client, settings.timeout_s)
         router = None
         if router_url is not None:
@@ -150,7 +153,7 @@ def _engines_of(router: RouterEvidence | None) -> tuple[EngineAddress, ...]:
     """Return the router's engines by id; ranks and endpoints are read from the servers."""
     ids = list((router.engines if router is not None else None) or {})[:_ENGINES_MAX]
     urls = dict.fromkeys(engine_id.partition("#")[0].rstrip("/") for engine_id in ids)
-    return tuple(EngineAddress(url) for url in urls if url.startswith("http://"))
+    return tuple(EngineAddress(url) for url in urls if url.startswith(("http://", "https://")))
 
 
 async def _ask_servers(http: Http, config: Config, engines: tuple[EngineAddress, ...]) -> Evidence:

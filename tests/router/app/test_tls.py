@@ -14,12 +14,14 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.router.config.checks import check_engine
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import Config, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http.tls import Certificates, TlsFiles, client_context, server_context
 from kvatlas.router.startup_check import check
+from kvatlas.router.tools.doctor.examine import ExamineSettings, examine
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running
@@ -185,10 +187,16 @@ async def test_engines_are_verified_by_their_own_authority_and_see_the_routers_c
         server = await _relay(one, context)
         port = server.sockets[0].getsockname()[1]
         engine = EngineAddress(f"https://127.0.0.1:{port}")
+        check_engine(engine)
+        check_engine(engine)
         own = {"client_cert_file": "ann.crt", "client_key_file": "ann.key"}
         assert await up(engine, fleet(ca_file="ca.crt", **own), wanted=True) == 200
         await up(engine, fleet(ca_file="ca.crt"), wanted=False)
         await up(engine, fleet(ca_file="other.crt", **own), wanted=False)
+        config = Config(engines=(engine,), fleet=fleet(ca_file="ca.crt", **own))
+        asked = ExamineSettings(seconds=0.0, timeout_s=60.0)
+        seen = await examine(config, asked, router_url=None, progress=lambda _text: None)
+        assert seen.engines[0].server.models, "the doctor has the same authority and certificate"
         server.close()
 
 

@@ -201,8 +201,8 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ),
         ('[[engines]]\nbase_url = "h:1"', "engine 'h:1': expected http://HOST:PORT"),
         (
-            '[[engines]]\nbase_url = "https://h"',
-            "engine 'https://h': expected http://HOST:PORT; engines are not asked over TLS",
+            '[[engines]]\nbase_url = "wss://h"',
+            "engine 'wss://h': expected http://HOST:PORT or https://HOST:PORT",
         ),
         ('[[engines]]\nbase_url = "http://h:99999"', "engine 'http://h:99999': expected http://HOST:PORT"),
         ('[[engines]]\nbase_url = "http://u:p@h"', "expected http://HOST:PORT"),

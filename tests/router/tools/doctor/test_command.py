@@ -41,13 +41,19 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--engine", DOWN, "--timeout", "0"], "--timeout: 0.0"),
         (["--engine", DOWN, "--tokenizer", "/nowhere"], "models.*.tokenizer: /nowhere"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--config", "{ca}"], "fleet.ca_file, client_cert_file or client_key_file: /nowhere.crt"),
         (["--engine", DOWN, "--nonsense"], "--nonsense"),
     ],
 )
 def test_bad_arguments_end_with_status_2(
-    arguments: list[str], told: str, kvatlas: Callable[..., subprocess.CompletedProcess[str]]
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    kvatlas: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    ended = kvatlas("doctor", *arguments)
+    ca = tmp_path / "ca.toml"
+    ca.write_text('[fleet]\nca_file = "/nowhere.crt"\n[[engines]]\nbase_url = "https://127.0.0.1:9"\n')
+    ended = kvatlas("doctor", *(word.format(ca=ca) for word in arguments))
     assert ended.returncode == 2, ended
     assert told in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr
