@@ -345,6 +345,7 @@ def test_integrity_check_notices_a_lost_block() -> None:
         ((), {}, "at least one group"),
         ((full(1),), {}, "position 0"),
         ((full(0, 24),), {}, "no multiple of hash block 16"),
+        ((full(0),), {"hash_block": 0}, "no multiple of hash block 0"),
         ((full(0, 32),), {}, "must equal its block size"),
         ((full(0), GroupSpec(1, "cross_attention", 16)), {}, "no prefix cache"),
         ((full(0), GroupSpec(1, "novel_attention", 16)), {}, "unknown kv_cache_spec_kind"),

@@ -58,9 +58,10 @@ class Engine:
 
 
 @pytest.mark.parametrize("groups", MIXES, ids=lambda groups: "+".join(group.kind[:6] for group in groups))
-def test_evicted_blocks_are_loaded_up_to_the_earlier_hit(groups: tuple[GroupSpec, ...]) -> None:
+@pytest.mark.parametrize("length", [330, 345])
+def test_evicted_blocks_are_loaded_up_to_the_earlier_hit(groups: tuple[GroupSpec, ...], length: int) -> None:
     engine = Engine(groups, blocks=40 * len(groups))
-    prompt = list(range(330))
+    prompt = list(range(length))
     assert engine.serve(prompt) == (0, 0)
     whole = engine.pool.find_hit(engine.pool.request(prompt))
     assert whole > 200

@@ -30,6 +30,7 @@ def serve(pool: RadixPool, prompt: list[int], *, salt: str | None = None, decode
     hit = pool.start(request)
     assert hit is not None
     assert pool.compute(request, request.num_tokens - hit)
+    assert pool.next_chunk(request) == 0
     for token in range(decoded):
         request.append(token)
         assert pool.compute(request, 1)
@@ -105,6 +106,36 @@ def test_unlocked_leaves_go_whole_and_the_least_recently_used_first() -> None:
     assert [to_block_hash(block) for event in removed for block in event.block_hashes] == wanted
 
 
+def test_a_prompt_is_as_recent_as_its_end() -> None:
+    pool = make_pool(12)
+    first, second = tokens(17, seed=1), tokens(16, seed=2)
+    request = pool.request(first)
+    assert pool.start(request) == 0
+    assert pool.compute(request, 17)
+    pool.end_step()
+    serve(pool, second)
+    pool.finish(request)
+    serve(pool, tokens(20, seed=3))
+    assert (serve(pool, first), serve(pool, second)) == (16, 0)
+
+
+@pytest.mark.parametrize(("page", "loaded"), [(5, 10), (4, 0)])
+def test_ten_tokens_in_host_memory_are_worth_a_load_and_no_more_leave_it_than_must(
+    page: int, loaded: int
+) -> None:
+    scheme = HashScheme(SGLANG, "", page, tagged=False)
+    pool = RadixPool(num_blocks=4, scheme=scheme, chunk_tokens_max=512, host_pages=4)
+    first, second, third = (tokens(2 * page + 1, seed=seed) for seed in range(3))
+    for prompt in (first, second, third):
+        assert serve(pool, prompt) == 0
+        pool.take_events()
+    kept = [block for prompt in (second, third) for block in block_hashes(prompt[: 2 * page], scheme)]
+    assert set(map(to_block_hash, pool.in_host())) == set(kept)
+    assert serve(pool, second) == loaded
+    pool.take_events()
+    assert serve(pool, first) == 0
+
+
 @pytest.mark.parametrize("leave", [RadixPool.finish, RadixPool.preempt])
 def test_pages_in_use_are_not_evicted(leave: Callable[[RadixPool, PoolRequest], None]) -> None:
     pool = make_pool(8)
@@ -178,4 +209,4 @@ def test_events_tell_what_is_cached_and_hits_are_what_they_tell(rng: random.Rand
         if rng.random() < 0.05:
             pool.reset()
     follow(held, pool.take_events())
-    assert held == {to_block_hash(block) for block in pool.resident(0)}
+    assert dict.fromkeys(held, 1) == {to_block_hash(block): n for block, n in pool.resident(0).items()}
