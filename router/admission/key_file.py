@@ -14,7 +14,7 @@ import secrets
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
@@ -32,8 +32,10 @@ _BEGIN = "kva-"
 KEY_ID_DIGITS = 12
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+_DIGEST_TEXT = "64 hexadecimal digits, as kvatlas keys add writes them"
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
-_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+_DIGEST_PATTERN = r"^[0-9a-f]{64}$"
+_Digest = Annotated[str, msgspec.Meta(pattern=_DIGEST_PATTERN)]
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,10 +238,14 @@ def read_key_file(path: Path, setting: str = "keys.file") -> KeyTable:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:
             raise KeyFileError(f"{where}: larger than {_FILE_BYTES_MAX} bytes")
-        table = msgspec.convert(tomllib.loads(data.decode()), KeyTable)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        tree = tomllib.loads(data.decode())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         why = describe_error(error) if isinstance(error, OSError) else error
         raise KeyFileError(f"{where}: {why}") from None
+    try:
+        table = msgspec.convert(tree, KeyTable)
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"{where}: {_entry_fault(tree, str(error))}") from None
     digests = set()
     for number, entry in enumerate(table.keys):
         if entry.tenant not in table.tenants:
@@ -252,6 +258,20 @@ def read_key_file(path: Path, setting: str = "keys.file") -> KeyTable:
     for name in table.tenants:
         check_tenant_name(name, where)
     return table
+
+
+def _entry_fault(tree: dict[str, Any], fault: str) -> str:
+    """Name the entry before its fault; the library names none of the tenants."""
+    fault = fault.replace(f"`str` matching regex {_DIGEST_PATTERN!r}", _DIGEST_TEXT)
+    why, _, place = fault.partition(" - at `$.")
+    tenants = tree.get("tenants")
+    for name, rules in tenants.items() if isinstance(tenants, dict) else ():
+        try:
+            msgspec.convert(rules, TenantRules)
+        except msgspec.ValidationError:
+            place = place.replace("tenants[...]", f"tenants.{name}")
+            break
+    return f"{place.rstrip('`')}: {why}" if place else why
 
 
 def check_tenant_name(name: str, where: str) -> None:

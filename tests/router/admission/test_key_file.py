@@ -27,13 +27,18 @@ def entry(tenant: str, key: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[tenants.a]\nrequests_per_minute = 0\n", "$.tenants[...].requests_per_minute"),
-        ("[tenants.a]\nrequest_per_minute = 5\n", "request_per_minute"),
-        ("[tenants.a]\nwait_target_low_s = 0.0\n", "wait_target_low_s = 0.0: expected seconds"),
+        ("[tenants.a]\nrequests_per_minute = 0\n", "tenants.a.requests_per_minute: Expected `int` >= 1"),
+        (
+            "[tenants.a]\n[tenants.b]\nrequest_per_minute = 5\n",
+            "tenants.b: Object contains unknown field `request_per_minute`",
+        ),
+        ("[tenants.a]\nwait_target_low_s = 0.0\n", "tenants.a: wait_target_low_s = 0.0: expected seconds"),
         ('[tenants."a b"]\n', "'a b'"),
         (entry("a", "k"), "keys[0].tenant = 'a': add [tenants.a]"),
         ("[tenants.a]\n" + entry("a", "k") * 2, "keys[1].sha256: this key stands there twice"),
-        ('[tenants.a]\n[[keys]]\ntenant = "a"\nsha256 = "key itself"\n', "sha256"),
+        ('[tenants.a]\n[[keys]]\ntenant = "a"\nsha256 = "key itself"\n', "keys[0].sha256: Expected 64 hexa"),
+        ("tenants = 3\n", "tenants: Expected `object`"),
+        ("[[key]]\n", "unknown field `key`"),
         ("[tenants", "Expected"),
         ("\xff", ""),
     ],
