@@ -3,6 +3,7 @@ and kept."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ from tests.publisher.simulator.support import client, engine, request
 from tests.support.clients import anthropic_client
 
 MODEL = "kvatlas-demo"
+USER = {"role": "user", "content": "Hello"}
 TOKENIZER = shared_tokenizer(DEMO_TOKENIZER_DIR)
 
 
@@ -55,6 +57,41 @@ async def test_calls_of_functions_belong_to_the_assistants_message_before_them(s
         '\ncall: {"name": "rain", "arguments": {"city": "Oslo"}}<|im_end|>\n'
         "<|im_start|>tool\nNone<|im_end|>\n<|im_start|>assistant\n"
     ), text
+
+
+async def test_streams_have_the_events_of_each_api() -> None:
+    async def streamed(path: str, **fields: Any) -> list[dict[str, Any]]:
+        body = {"model": MODEL, "stream": True, **fields}
+        status, text = await request(running, "POST", path, body)
+        assert status == 200
+        events = [one.split("\n") for one in text.strip().split("\n\n")]
+        shown: list[dict[str, Any]] = [json.loads(data.removeprefix("data: ")) for _, data in events]
+        assert [name.removeprefix("event: ") for name, _ in events] == [one["type"] for one in shown]
+        return shown
+
+    async with engine() as running:
+        events = await streamed("/v1/messages", messages=[USER], max_tokens=4)
+        start, block, *deltas = events[:-3]
+        ends = events[-3:]
+        assert (start["type"], start["message"]["usage"]["output_tokens"]) == ("message_start", 0)
+        assert (block["type"], block["index"]) == ("content_block_start", 0)
+        assert [(one["type"], one["index"]) for one in deltas] == [("content_block_delta", 0)] * 4
+        assert [one["type"] for one in ends] == ["content_block_stop", "message_delta", "message_stop"]
+        assert ends[0]["index"] == 0
+        assert ends[1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+        assert ends[1]["usage"]["output_tokens"] == 4
+
+        events = await streamed("/v1/responses", input=[USER], max_output_tokens=4)
+        assert [one["sequence_number"] for one in events] == list(range(7))
+        created, going, *parts, end = events
+        assert [created["type"], going["type"]] == ["response.created", "response.in_progress"]
+        assert {(one["type"], one["output_index"], one["content_index"]) for one in parts} == {
+            ("response.output_text.delta", 0, 0)
+        }
+        assert end["type"] == "response.incomplete"
+        said = "".join(one["delta"] for one in parts)
+        assert end["response"]["output"][0]["content"][0]["text"] == said
+        assert end["response"]["usage"]["output_tokens"] == 4
 
 
 async def test_a_stored_response_is_read_and_followed() -> None:

@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from kvatlas.publisher.simulator import http_agents
 from tests.publisher.simulator.support import all_blocks_free, client, engine, request
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
@@ -88,6 +89,14 @@ async def test_a_body_that_is_not_json_by_its_type_is_refused() -> None:
     ):
         assert answer.status == 400
         assert "application/json" in (await answer.json())["error"]["message"]
+
+
+async def test_a_body_above_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(json.dumps({"messages": USER}))
+    async with engine() as running:
+        for most, status in ((size, 200), (size - 1, 413)):
+            monkeypatch.setattr(http_agents, "BODY_BYTES_MAX", most)
+            assert (await request(running, "POST", CHAT, {"messages": USER}))[0] == status
 
 
 async def test_the_openai_client_sees_message_and_parameter() -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import sys
+from typing import Any
 
 import aiohttp
 import pytest
@@ -74,6 +75,34 @@ async def test_the_engine_describes_itself() -> None:
         assert await request(running, "GET", "/health") == (200, "")
         _, version = await request(running, "GET", "/version")
         assert version["version"].startswith("0.32.0")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_each_software_describes_its_own_endpoints(kind: Any) -> None:
+    async with engine(kind=kind, num_blocks=100, publish_events=True) as running:
+        sources, _ = await request(running, "GET", "/kv_event_sources")
+        status, info = await request(running, "GET", "/server_info")
+        assert (sources, status) == ((200, 404) if kind == "vllm" else (404, 200))
+        if status == 200:
+            assert info["page_size"] == 16
+            assert info["internal_states"] == [{"memory_usage": {"token_capacity": 1600}}]
+
+
+async def test_an_idle_engine_makes_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as running:
+        steps = 0
+        begin_step = running.stepper.scheduler.begin_step
+
+        def counted() -> Step:
+            nonlocal steps
+            steps += 1
+            return begin_step()
+
+        monkeypatch.setattr(running.stepper.scheduler, "begin_step", counted)
+        body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        assert (await request(running, "POST", "/v1/completions", body))[0] == 200
+        await asyncio.sleep(10)
+        assert steps == 4
 
 
 async def test_tokenize_detokenize_and_render_agree() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvatlas.publisher.simulator.model import TextSource
 from kvatlas.publisher.simulator.settings import DEMO_TOKENIZER_DIR
-from kvatlas.publisher.simulator.tokenizer import ChatTokenizer, TemplateError
+from kvatlas.publisher.simulator.tokenizer import AnswerText, ChatTokenizer, TemplateError
 from tests.support.scripts import script
 
 TOKENIZER = ChatTokenizer(DEMO_TOKENIZER_DIR)
@@ -39,6 +39,18 @@ def test_special_tokens_are_added_only_where_asked_for() -> None:
         *TOKENIZER.encode("<|bos|>", add_special_tokens=False),
         *bare,
     ]
+
+
+def test_text_goes_on_after_bytes_that_are_no_characters() -> None:
+    class Broken:
+        def step(self, *_: object) -> str:
+            raise ValueError("no characters")
+
+    answer = AnswerText(TOKENIZER._tokenizer, [5], (), 0)
+    answer._stream = Broken()  # type: ignore[assignment]
+    for token_id in (*TOKENIZER.encode("one two", add_special_tokens=False), TOKENIZER.eos_id):
+        assert not answer.add(token_id)
+    assert answer.take(finished=True) == "one two"
 
 
 def test_a_conversation_renders_with_one_beginning_of_text() -> None:

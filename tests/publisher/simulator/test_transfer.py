@@ -98,6 +98,7 @@ async def test_the_answer_is_that_of_one_engine_and_the_blocks_are_free_once_the
         await free(pair.prefill)
         await free(pair.decode)
         assert await metric(pair.decode, "nixl_xfer_time_seconds_count") == 1
+        assert 0 <= (await metric(pair.decode, "nixl_xfer_time_seconds_sum") or 0) < 60
         assert await metric(pair.prefill, "nixl_num_notifications_after_expiry_total") is None
 
 

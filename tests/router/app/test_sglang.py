@@ -249,7 +249,13 @@ def load_of(engine: Engine) -> EngineLoad:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"decode_context_parallel_size": 2}]
+    "changes",
+    [
+        {"groups": "gemma3-like"},
+        {"groups": "gptoss-like"},
+        {"role": "decode"},
+        {"decode_context_parallel_size": 2},
+    ],
 )
 async def test_unsupported_features_of_the_simulation_are_refused(changes: dict[str, Any]) -> None:
     (name,) = changes
