@@ -207,8 +207,8 @@ def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
         logprobs = whole("top_logprobs", 0) or 0
     elif not chat:
         logprobs = whole("logprobs", 0)
-    seed = value("seed")
-    if seed is not None and (lax_whole(seed) is None or abs(lax_whole(seed) or 0) > SEED_MAX):
+    seed = lax_whole(value("seed"))
+    if (seed is None and value("seed") is not None) or (seed is not None and abs(seed) > SEED_MAX):
         return _OTHER
     bias = msgspec.convert(value("logit_bias") or {}, dict[str, float], strict=False)
     return ContinuationPlan(
@@ -217,7 +217,7 @@ def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
         max_tokens=limit if chat or limit is not None else _COMPLETION_TOKENS,
         frequency_penalty=msgspec.convert(value("frequency_penalty") or 0.0, float, strict=False),
         logit_bias={str(int(token)): bound for token, bound in bias.items()},
-        seed=lax_whole(seed),
+        seed=seed,
         stop=StopRules(
             tuple(one for one in stop if one),
             lax_true(value("include_stop_str_in_output")),

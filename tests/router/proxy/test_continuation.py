@@ -392,6 +392,20 @@ def test_ids_that_are_none_end_it(ids: str) -> None:
     assert kept.check() == "ids"
 
 
+def test_an_end_that_cannot_be_read_ends_it() -> None:
+    kept = kept_of({})
+    kept.feed(b'data: {"choices":[{"index":0,"text":"","finish_reason":5,"token_ids":[9]}]}\n\n')
+    assert kept.check() == "ids"
+
+
+def test_a_stream_that_many_engines_gave_up_goes_to_no_further_one() -> None:
+    kept = kept_of({})
+    kept.aborts = 15
+    assert not kept.check()
+    kept.aborts = 16
+    assert kept.check() == "broken"
+
+
 def test_an_engine_without_ids_is_passed_on_unchanged() -> None:
     whole, plan = request(CHAT, {})
     kept = KeptStream(plan)

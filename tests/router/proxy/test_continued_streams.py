@@ -121,6 +121,7 @@ async def answered(
     planner = DecodingPlanner(*[engine.url for engine in engines])
     async with routing(planner=planner, settings=settings, **options) as rig:
         got = await ask(rig, request(data, *([field] if field else []), target=path))
+    assert not len(rig.app.requests.books), "the end enters what waits"
     for engine in engines:
         await engine.stop()
     return got, rig, engines
@@ -244,6 +245,27 @@ async def test_nothing_is_asked_behind_the_end_of_an_answer() -> None:
     assert rig.stats.continuations == {"closed": 1}
     assert rig.stats.streams_broken == 0
     assert rig.app.requests.ended[-1].usage == Usage(len(PROMPT), len(ANSWER) + 1)
+
+
+@paths
+async def test_where_all_tokens_came_only_the_end_is_added(path: str) -> None:
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD)
+        for event in MODEL.events(path, told(call)):
+            if event != DONE:
+                writer.write(chunk(event.replace(b'"finish_reason":"length"', b'"finish_reason":null')))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    data = body(path, max_tokens=3)
+    got, rig, engines = await answered(script, breaks(99, times=0), data=data, path=path)
+    assert got.whole
+    assert got.body.count(b'"finish_reason":"length"') == 1
+    assert got.body.endswith(b"\n\n" + DONE)
+    assert not engines[1].calls
+    assert rig.stats.continuations == {"completed": 1}
+    assert rig.app.requests.ended[-1].usage == Usage(len(PROMPT), 3)
 
 
 @paths
