@@ -130,6 +130,15 @@ def test_the_engine_manifest_is_valid(version: str) -> None:
     kubernetes_validate.validate(load(ROOT / "examples" / "vllm-engine.yaml"), version, strict=True)
 
 
+@pytest.mark.parametrize("name", ["minimal", "production", "gateway"])
+def test_examples_select_the_example_of_an_engine(name: str) -> None:
+    pod = load(ROOT / "examples" / "vllm-engine.yaml")["spec"]["template"]
+    selector = load(ROOT / "examples" / f"{name}.yaml")["engines"]["selector"]
+    assert selector.items() <= pod["metadata"]["labels"].items()
+    assert "--set engines.selector.app=vllm" in (ROOT / "docs/kubernetes.md").read_text("utf-8")
+    assert pod["spec"]["containers"][0]["args"][0] in (ROOT / "docs/kubernetes.md").read_text("utf-8")
+
+
 def test_a_misspelt_field_would_be_noticed() -> None:
     document = Rendered(MINIMAL).one("Deployment")
     document["spec"]["template"]["spec"]["containers"][0]["resourcez"] = {}
