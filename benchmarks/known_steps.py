@@ -283,7 +283,7 @@ class Rig:
         engine.left_s = max(0.0, self.ends_s[at] - self.now)
         if engine.exact:
             asked.predicted_s = engine.alone_s(asked)
-        margin_s = self.errors[at].margin_s
+        margin_s = self.errors[at].margin_of(asked.predicted_s)
         if late_first_token(asked.predicted_s, parts[0], self.target_s, margin_s) is not None:
             asked.measured_s = engine.alone_s(asked)
             self.refused.append(asked)

@@ -32,6 +32,8 @@ ACCURATE_SHARE_MIN, ACCURATE_OF_MIN = 0.5, 20
 _REFRESH_EVERY = 4
 # Latest errors that the margin is taken from.
 _MARGIN_OF = 40
+# Of the window at least so many are predictions like one for which the margin is asked.
+_ALIKE_MIN = 8
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
 
 
@@ -129,10 +131,14 @@ class FirstTokenErrors:
         if self._refresh_in <= 0 and self._latest:
             # Errors from before a change of speed, or of load, say nothing of the next one.
             latest = islice(reversed(self._latest), _MARGIN_OF)
-            errors = sorted([measured - predicted for predicted, measured in latest])
-            self._margin_s = max(0.0, errors[int(MARGIN_QUANTILE * (len(errors) - 1))])
+            self._margin_s = _margin_s(sorted([measured - predicted for predicted, measured in latest]))
             self._refresh_in = _REFRESH_EVERY
         return self._margin_s
+
+    def margin_of(self, predicted_s: float) -> float | None:
+        """The margin of predictions like this one: long waits err by more than most first tokens do."""
+        errors = sorted([real_s - found_s for found_s, real_s in self._latest if 2 * found_s >= predicted_s])
+        return _margin_s(errors) if len(errors) >= _ALIKE_MIN else self.margin_s
 
     def summary(self, *, guessed: bool = False) -> FirstTokenSummary:
         """Summarize the window."""
@@ -146,6 +152,10 @@ class FirstTokenErrors:
             measured_s=median([measured for _, measured in self._latest]),
             margin_s=self.margin_s,
         )
+
+
+def _margin_s(errors: list[float]) -> float:
+    return max(0.0, errors[int(MARGIN_QUANTILE * (len(errors) - 1))])
 
 
 def _outcome(predicted_s: float, error_s: float) -> str:

@@ -222,7 +222,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         parts = self.first_token() if split is None or split.body is None else None
         if parts is None:
             return None
-        return parts.total_s, parts.queue_s + parts.pages_s, self.engine.first_tokens.margin_s or 0.0
+        margin_s = self.engine.first_tokens.margin_of(parts.total_s)
+        return parts.total_s, parts.queue_s + parts.pages_s, margin_s or 0.0
 
 
 # The usual block of engines whose blocks are not known.

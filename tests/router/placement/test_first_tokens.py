@@ -55,6 +55,16 @@ def test_early_tokens_need_no_margin() -> None:
     assert errors.margin_s == 0.0
 
 
+def test_the_margin_of_a_long_wait_is_that_of_long_waits() -> None:
+    errors = FirstTokenErrors()
+    for at in range(WINDOW):
+        late_s = at / 100 if at % 10 == 0 else 0.0
+        errors.add("m", 4.0 if late_s else 0.1, 4.0 + late_s if late_s else 0.1)
+    assert errors.margin_s == pytest.approx(0.7)
+    for predicted_s, margin_s in (0.2, 0.4), (4.0, 0.8), (8.0, 0.8), (9.0, 0.7):
+        assert errors.margin_of(predicted_s) == pytest.approx(margin_s), predicted_s
+
+
 def test_the_margin_follows_the_present_errors() -> None:
     errors = FirstTokenErrors()
     for measured_s in [6.0] * WINDOW + [1.0] * 40:
