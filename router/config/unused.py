@@ -6,6 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
+from kvatlas.router.admission.key_file import WaitTargets
 from kvatlas.router.config.schema import Config
 
 # Sections whose settings have no effect unless one of these is given.
@@ -18,7 +19,9 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "index": ("index.url",),
     "fleet.file": ("fleet.file.path",),
     "fleet.dns": ("fleet.dns.names",),
-    "fleet.kubernetes": ("fleet.kubernetes.selector", "fleet.kubernetes.inference_pool"),
+    "fleet.kubernetes": tuple(
+        f"fleet.kubernetes.{name}" for name in ("selector", "service_selector", "inference_pool")
+    ),
     "admin": ("admin.enabled",),
     "epp": ("epp.listen",),
     "cors": ("cors.allowed_origins",),
@@ -38,6 +41,8 @@ _KEY_SWITCHES: dict[str, str] = {
 def without_effect(config: Config) -> list[str]:
     """Return the settings that differ from their default and have no effect, with the reason."""
     defaults_of, found = Config(), []
+    used = {f"queue.{name}" for name in WaitTargets.__struct_fields__}  # they refuse without a queue, too
+    used |= {config.ops_tokens[0]} if config.ops_tokens is not None else set()
     for key, switch in _KEY_SWITCHES.items():
         differs = attrgetter(key)(config) != attrgetter(key)(defaults_of)
         if differs and attrgetter(switch)(config) in (None, False, "off"):
@@ -49,7 +54,7 @@ def without_effect(config: Config) -> list[str]:
         given = [
             f"{section}.{name}"
             for name in settings.__struct_fields__
-            if f"{section}.{name}" not in switches
+            if f"{section}.{name}" not in {*switches, *used}
             and getattr(settings, name) != getattr(defaults, name)
             and not isinstance(getattr(settings, name), msgspec.Struct)
         ]

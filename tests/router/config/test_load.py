@@ -310,7 +310,7 @@ def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
             [
                 (
                     "fleet.kubernetes.namespaces has no effect without fleet.kubernetes.selector or "
-                    "fleet.kubernetes.inference_pool"
+                    "fleet.kubernetes.service_selector or fleet.kubernetes.inference_pool"
                 )
             ],
         ),
@@ -322,6 +322,10 @@ def test_chat_templates_that_are_valid(tmp_path: Path) -> None:
         ("[policy]\nslo_ttft_ms_low = 9\nservice_levels = true", []),
         ("[fleet]\nprobes_max = 9", ["fleet.probes_max has no effect without fleet.probe"]),
         ("[admin]\nhost = '127.0.0.2'", ["admin.host has no effect without admin.enabled"]),
+        ("[admin]\ntoken_file = 'a'", ["admin.token_file has no effect without admin.enabled"]),
+        ("[admin]\ntoken_file = 'a'\n[server]\nops_host = '0.0.0.0'", []),
+        ("[queue]\nwait_target_s = 3\nwait_target_low_s = 1", []),
+        ("[fleet.kubernetes]\nservice_selector = 'a=b'\nport_name = 'api'", []),
         ("[epp]\nfallbacks = 2", ["epp.fallbacks has no effect without epp.listen"]),
         (
             "[cors]\nallowed_origins = []\nallowed_methods = ['GET']",
