@@ -11,10 +11,12 @@ from msgspec.structs import astuple
 from structlog.testing import capture_logs
 
 from kvatlas.router.admission.admission_queue import QueueSettings
+from kvatlas.router.api.explanation import ended_by
 from kvatlas.router.api.findings import _usage_record, of_engine, of_router
 from kvatlas.router.feeds.base import FeedState, FeedStats
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.client import HttpClient
+from kvatlas.router.index.query_plan import ClassHit, EngineHit
 from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
 from kvatlas.router.observe.receipts import Receipt
 from kvatlas.router.observe.usage import UsageLog, UsageSettings
@@ -118,9 +120,33 @@ CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
 
 def test_a_change_of_speed_is_shown_for_ten_minutes() -> None:
     one = engine()
-    slower(one)
-    assert [found.check for found in of_engine(one, 599.0)] == ["engine.speed"]
-    assert list(of_engine(one, 601.0)) == []
+    one.rates.model.change = SpeedChange(1000.0, 0.0, 2.0)
+    assert [found.check for found in of_engine(one, 1599.0)] == ["engine.speed"]
+    assert list(of_engine(one, 1601.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("classes", "more", "told"),
+    [
+        ((), {}, None),
+        ((96, 64), {}, ("window", 64)),
+        ((64, 96), {}, ("full", 64)),
+        ((96, 80), {}, ("no common boundary", 64)),
+        ((32, 16), {"hit_tokens": 0, "replay_tokens": 16}, ("bounded replay", 16)),
+        ((32, 1), {"hit_tokens": 0, "replay_tokens": 16}, ("bounded replay", 1)),
+        ((32, 0), {"hit_tokens": 0, "replay_tokens": 16}, ("window", 0)),
+        ((32, 16), {"hit_tokens": 0, "replay_tokens": 15}, ("no common boundary", 0)),
+        ((96, 64), {"alignment": 35}, ("window", 64)),
+        ((96, 64), {"alignment": 36}, ("none: the whole prompt but its last tokens", 64)),
+    ],
+)
+def test_what_ended_a_match_is_named(
+    classes: tuple[int, ...], more: dict[str, int], told: tuple[str, int] | None
+) -> None:
+    by_class = tuple(ClassHit(*one, {}) for one in zip(("full", "window"), classes, strict=False))
+    hit = EngineHit("native", by_class=by_class, **{"hit_tokens": 64, "alignment": 16, **more})  # type: ignore[arg-type]
+    named = None if told is None else {"spec_class": told[0], "at_token": told[1]}
+    assert ended_by(hit, 100) == named
 
 
 def test_an_engine_without_problems_has_no_findings() -> None:

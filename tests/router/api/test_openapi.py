@@ -56,6 +56,7 @@ async def test_every_answer_is_what_the_document_says() -> None:
             await rig.ok("POST", "/v1/chat/completions", CHAT, {"x-session-id": "s"})
         status, document = await rig.ask("GET", DOCUMENT)
         assert (status, document["info"]["title"]) == (200, "kvatlas")
+        assert {method for path in document["paths"].values() for method in path} == {"get", "post"}
         paths = set(document["paths"])
         assert {"/health", "/ready", "/v1/models", "/kvatlas/engines", "/kvatlas/receipts"} <= paths
         for path in sorted(paths - {"/metrics", "/kvatlas/usage", "/kvatlas/explain"}):

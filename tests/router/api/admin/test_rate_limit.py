@@ -38,11 +38,19 @@ def test_never_more_than_the_burst_and_the_rate(per_minute: float, steps: list[t
             now += wait
 
 
+def test_after_a_burst_there_is_one_at_each_interval() -> None:
+    limit = RateLimit(7.5)
+    told = [(0.0, 0), (0.0, 1), (0.5, 1), (1.0, 0), (1.0, 8), (3.0, 6), (8.75, 1), (9.0, 0), (9.0, 8)]
+    assert [(now, limit.take("a", 50.0 + now)) for now, _ in told] == told
+    assert limit.take("b", 50.0) == 0
+
+
 def test_the_number_of_remembered_names_is_bounded() -> None:
     limit = RateLimit(60)
     for number in range(1000):
         limit.take(str(number), 0.0)
-    assert len(limit._buckets) == 256
+        limit.take("0", 0.0)
+    assert list(limit._buckets) == [*(str(number) for number in range(745, 1000)), "0"], "those used last"
 
 
 def test_turns_come_one_after_the_other_and_few_may_wait() -> None:
