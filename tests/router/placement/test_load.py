@@ -31,6 +31,8 @@ def test_queue_is_the_prefill_still_to_do() -> None:
     state = load.current(0.5)
     assert (state.waiting, state.running, state.awaited_tokens) == (2, 0, 2500)
     assert state.idle_s == 0
+    load.admit(uncached_tokens=0, now=0.5)
+    assert load.current(0.5).awaited_tokens == 2501, "the last token is always computed"
 
 
 def test_time_works_off_the_head_only() -> None:

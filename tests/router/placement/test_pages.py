@@ -167,8 +167,10 @@ def test_a_full_pool_is_a_queue_although_nothing_is_to_be_computed() -> None:
         done = load.admit(uncached_tokens=10, now=now, prompt_tokens=800)
         load.first_token(done, now + 0.01)
         load.finish(done, now := now + 8.0)
-    for _ in range(3):
+    for _ in range(2):
         load.first_token(load.admit(uncached_tokens=10, now=now, prompt_tokens=800), now + 0.01)
+    assert load.current(now + 0.02).queue_s == 0.0, "full to the last page"
+    load.first_token(load.admit(uncached_tokens=10, now=now, prompt_tokens=800), now + 0.01)
     assert load.current(now + 0.02).queue_s > 1.0
 
 

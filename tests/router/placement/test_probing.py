@@ -117,6 +117,19 @@ def test_a_thousand_engines_that_join_at_once_are_asked_a_few_at_a_time(probes_m
         probed = [engine for engine in world.fleet if engine.probe is not None]
         assert len(probed) >= 15 * probes_max
         assert set(world.asked.values()) <= {*range(1, 2 * len(PROBED) + 1)}
+        assert world.probes.stats.requests == world.asked.total()
+
+    run(main())
+
+
+def test_an_outcome_is_told_at_once() -> None:
+    async def main() -> None:
+        world, entries = World(1), list[bytes]()
+        world.probes.publish = GossipedInflight("a", 1, keeping(entries)).publish_probe
+        await world.for_s(3 * LOOK_S)
+        assert world.engine.probe is not None
+        assert 3 * LOOK_S < TELL_EVERY_S
+        assert len(entries) == 1
 
     run(main())
 

@@ -269,11 +269,13 @@ def applied(
     target: dict[str, Any] | None = None,
     source: dict[str, Any] | None = None,
     now: float = 0.0,
+    own: int = 0,
 ) -> tuple[Choice, PullOrder | None]:
     if pulls is None:
         pulls = Pulls()
         pulls.configure(PullSettings(enabled=True), 5710)
     found = [changed(one, engine_id=name, running=2) for name, one in zip(NAMES, holder(9.0), strict=True)]
+    found[1] = changed(found[1], hit_tokens=own)
     engines = [engine(NAMES[0], **(source or {})), engine(NAMES[1], **(target or {}))]
     return pulls.apply(choose(found, PROMPT, KNOBS), engines, HELD, BODY, now)
 
@@ -285,6 +287,9 @@ def test_the_order_names_the_source_and_the_hit_that_is_to_come() -> None:
     assert (order.source.engine_id, order.kv_source.host, order.kv_source.port) == (NAMES[0], "holder", 5710)
     assert (order.hit.whole_tokens, order.hit.cpu_tokens, order.pull.tokens) == (36_000, 36_000, 36_000)
     assert order.saved_s == pytest.approx(36_000 * (RATE - KNOBS.load_s_per_token) - order.pull.link_s)
+    _, order = applied(own=1600)
+    assert order is not None
+    assert (order.hit.gpu_tokens, order.hit.cpu_tokens, order.pull.tokens) == (1600, 34_400, 34_400)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_an_unknown_engine_has_the_median_of_the_fleet_or_the_prior() -> None:
     assert book["new"].prefill_s_per_token(5.0) == pytest.approx(2 * TRUE_RATE)
     book["b"].close()
     assert book["new"].prefill_s_per_token(5.0) == pytest.approx((1 + 30) / 2 * TRUE_RATE)
+    assert book["new"].current(5.0)[0] == pytest.approx((1 + 30) / 2 * TRUE_RATE)
 
 
 def test_a_stale_rate_moves_back_to_the_fleet() -> None:
@@ -84,6 +85,7 @@ def test_a_stale_rate_moves_back_to_the_fleet() -> None:
             book[engine].observe(PrefillSample(10_000, 10_000 * TRUE_RATE * slower, 0), 0.0)
     assert book["slow"].prefill_s_per_token(100.0) == pytest.approx(9 * TRUE_RATE)
     assert book["slow"].prefill_s_per_token(150.0) == pytest.approx(5 * TRUE_RATE)
+    assert book["slow"].current(150.0)[0] == pytest.approx(5 * TRUE_RATE)
     assert book["slow"].prefill_s_per_token(2000.0) == pytest.approx(TRUE_RATE, rel=0.01)
 
 

@@ -316,6 +316,26 @@ def test_whatever_happens_to_an_engine_shows_in_the_next_decision() -> None:
             full_scan.candidates(other.engines, asked, other.now),
         )
         assert list(found) == full, step
+        same_decision(found, full, asked.tokens, PolicySettings(), 7)
+
+
+def test_a_hit_is_lowered_by_what_the_prompts_ahead_evict() -> None:
+    world = World(1)
+    (engine,) = world.engines
+    world.do(("pool", 0, 40))
+    served = engine.evictions.admit(HASHES[:30], 480, 1)
+    assert served is not None
+    engine.evictions.stored(HASHES[:30], None)
+    engine.evictions.start(served)
+    engine.evictions.end(served)
+    asked = PromptView(496, {engine.engine_id: EngineHit("native", 480)}, prompt=Asked())  # type: ignore[arg-type]
+    snapshot = FleetSnapshots(world.accounts.changes).of(world.engines)
+    assert snapshot.candidates(asked, 0.0)[0].hit.gpu_tokens == 480
+    others: list[Any] = list(range(1000, 1020))
+    engine.evictions.admit(others, 320, 1)
+    hit = snapshot.candidates(asked, 0.0)[0].hit
+    assert 0 < hit.gpu_tokens < 320
+    assert (hit.coming_tokens, hit.evicted_tokens) == (0, 480 - hit.gpu_tokens)
 
 
 def test_prices_follow_the_settings() -> None:
