@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import aiohttp
@@ -12,18 +13,23 @@ import pytest
 
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockRemoved, BlockStored, WireHash, to_block_hash
+from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
+from kvatlas.router.config.schema import Config
 from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.openai.apis import COMPLETION
 from kvatlas.router.placement.candidate import PolicySettings
+from tests.router.app.test_engines import own_ports
 from tests.support.foreign_publishers import MAKERS, Maker
 from tests.support.store_publishers import MooncakeStore, MooncakeTier
 from tests.support.waiting import until
-from tests.support.whole_router import MODEL, configure, routing, running
+from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running
 
 TENSORRT, ATOM = MAKERS[:2]
+MLA = (GroupSpec(0, "mla_attention", 16),)
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -100,63 +106,116 @@ async def test_a_router_that_comes_late_knows_a_prompt_after_its_first_turn() ->
             assert hits[3] > hits[2] > 300, "the second one's report placed what the first one left"
 
 
-@pytest.mark.long
-async def test_a_fleet_of_several_makers() -> None:
-    full = {"groups": "full", "num_blocks": 400}
-    small = {"num_blocks": 100}
-    kinds: list[dict[str, Any]] = [small, small, {"kind": "sglang"}, {}, {}, {"publish_events": False}]
-    async with running(*[{**full, **kind} for kind in kinds]) as engines:
-        vllm, other_vllm, sglang, tensorrt, atom, silent = engines
-        store = MooncakeStore("tcp://127.0.0.1:19997")
-        for one in (vllm, other_vllm):
-            one.scheduler._tier = MooncakeTier(store)  # type: ignore[assignment]
-        speak(tensorrt, TENSORRT)
-        speak(atom, ATOM)
-        addresses = [
+class Mixed:
+    """Engines of several makers before one router: two of vLLM, with these groups, SGLang, TensorRT-LLM,
+    ATOM, and one without events. With one group those of vLLM load from a store."""
+
+    def __init__(self, groups: str | tuple[GroupSpec, ...]) -> None:
+        full: dict[str, Any] = {"groups": "full", "num_blocks": 400}
+        self.shares = groups in {"full", MLA}
+        vllm = full | {"groups": groups, "num_blocks": 100 if self.shares else 300}
+        kinds = [vllm, vllm, full | {"kind": "sglang"}, full, full, full | {"publish_events": False}]
+        self._settings = [EngineSettings(**{**QUICK, **kind, **own_ports()}) for kind in kinds]
+        self.store = MooncakeStore("tcp://127.0.0.1:19997")
+        self.engines: list[SimulatedEngine] = []
+        # Batches of ATOM that it published before it was followed, less those of its last process.
+        self._unheard = 0
+
+    async def start(self, number: int) -> SimulatedEngine:
+        engine = SimulatedEngine(self._settings[number])
+        await engine.start()
+        if number < 2 and self.shares:
+            engine.scheduler._tier = MooncakeTier(self.store)  # type: ignore[assignment]
+        if number in {3, 4}:
+            speak(engine, TENSORRT if number == 3 else ATOM)
+        return engine
+
+    def configured(self) -> Config:
+        *others, atom, silent = self.engines
+        listed = [
             EngineAddress(one.base_url, events=one.events_endpoint, replay=one.replay_endpoint)
-            for one in (vllm, other_vllm, sglang, tensorrt)
+            for one in others
         ]
-        addresses.append(EngineAddress(atom.base_url, events=atom.events_endpoint))
-        addresses.append(EngineAddress(silent.base_url))
+        listed += [EngineAddress(atom.base_url, events=atom.events_endpoint), EngineAddress(silent.base_url)]
         pool = StoreSettings(
             name="pool",
             kind="mooncake",
-            events=(store.endpoint,),
+            events=(self.store.endpoint,),
             model=MODEL,
-            engines=(vllm.base_url, other_vllm.base_url),
+            engines=tuple(one.base_url for one in self.engines[:2]),
         )
         # These engines compute in next to no time: so must a load.
         policy = PolicySettings(storage_load_s_per_token=1e-9, load_s_per_token=1e-9)
-        async with routing(configure(*addresses, stores=(pool,), policy=policy), wait=False) as rig:
-            fleet, (followed,) = rig.router.fleet, rig.router.lifecycle.stores
-            await until(lambda: all(one.up for one in fleet) and rig.router.readiness().ready, "ready")
-            await until(lambda: followed.stats.connected, "the store")
-            rng = random.Random(1)
-            stories = [f"Story {number}. " + "It goes on and on. " * 30 for number in range(12)]
-            for _ in range(90):
-                number = rng.randrange(len(stories))
-                stories[number] += rng.choice(("", f"Turn {rng.random()}. " * 4))
-                body = {"model": MODEL, "max_tokens": 2, "prompt": stories[number]}
-                await rig.ok("POST", COMPLETION, body)
-                await until(lambda: rig.idle, "answered")
-                await rig.caught_up(vllm, other_vllm, sglang, tensorrt, atom)
-                await until(lambda: followed.stats.batches == store.sent, "what the store holds is known")
-                if rng.random() < 0.2:
-                    store.evict(10)
-                    await until(lambda: followed.stats.batches == store.sent, "so are its evictions")
-            names = {one.base_url: maker for one, maker in zip(engines, "vvstan", strict=True)}
-            told = Counter(
-                (names[receipt.engine_id], receipt.mode, receipt.outcome)
-                for receipt in rig.router.accounts.receipts.latest
-            )
-            # Of ATOM nothing is known before its first event: no replay tells whether it holds anything.
-            assert told.pop(("a", "none", "unpredicted")) == 1
-            modes = {(maker, mode) for maker, mode, _ in told}
-            learned = {("t", "learned"), ("a", "learned")}
-            assert modes - {("t", "native")} == {("v", "native"), ("s", "native"), ("n", "shadow")} | learned
-            assert {outcome for _, _, outcome in told} == {"exact"}
-            hits = sum(receipt.actual_tokens or 0 for receipt in rig.router.accounts.receipts.latest)
-            assert hits > 10_000
-            loaded = sum(receipt.storage_tokens for receipt in rig.router.accounts.receipts.latest)
-            assert loaded > 500, "by the two engines from their store"
-        store.close()
+        return configure(*listed, stores=(pool,) if self.shares else (), policy=policy)
+
+    async def caught_up(self, rig: Rig) -> None:
+        """The router knows all that happened."""
+        await until(lambda: rig.idle, "answered")
+        await rig.caught_up(*self.engines[:4])
+        await until(lambda: self._waiting_of_atom(rig) == self._unheard, "every batch of ATOM applied")
+        if self.shares:
+            (feed,) = rig.router.lifecycle.stores
+            await until(lambda: feed.stats.batches == self.store.sent, "what the store holds is known")
+
+    def _waiting_of_atom(self, rig: Rig) -> int:
+        feed = rig.router.lifecycle.feeds.stats[self.engines[4].base_url]
+        return cast("ZmqPublisher", self.engines[4].publisher).next_seq - feed.batches
+
+    async def restart(self, rig: Rig, number: int) -> None:
+        known = rig.router.fleet.get(self.engines[number].base_url)
+        assert known is not None
+        await self.engines[number].stop()
+        await until(lambda: not known.up, "seen to be down")
+        self.engines[number] = await self.start(number)
+        await until(lambda: known.up and rig.router.readiness().ready, "seen to be up")
+        if number == 5:
+            return
+        feeds, wanted = rig.router.lifecycle.feeds.stats, "unnumbered" if number == 4 else ""
+
+        def followed() -> bool:
+            feed = feeds[known.engine_id]
+            return feed.restarts > 0 and not feed.unconfirmed and feed.reason == wanted
+
+        await until(followed, "its present process is followed")
+        if number == 4:
+            self._unheard = self._waiting_of_atom(rig)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("groups", ["full", pytest.param(MLA, id="mla"), "gptoss-like", "mamba-hybrid"])
+async def test_a_fleet_of_several_makers(groups: str | tuple[GroupSpec, ...], restarts: bool) -> None:
+    mixed = Mixed(groups)
+    async with AsyncExitStack() as stack:
+        stack.callback(mixed.store.close)
+        for number in range(6):
+            mixed.engines.append(await mixed.start(number))
+            stack.push_async_callback(lambda number=number: mixed.engines[number].stop())  # type: ignore[misc]
+        rig = await stack.enter_async_context(routing(mixed.configured(), wait=False))
+        await until(lambda: all(one.up for one in rig.router.fleet), "up")
+        await until(lambda: rig.router.readiness().ready, "ready")
+        for feed in rig.router.lifecycle.stores:
+            await until(lambda feed=feed: feed.stats.connected, "the store")  # type: ignore[misc]
+        rng = random.Random(1)
+        stories = [f"Story {number}. " + "It goes on and on. " * 30 for number in range(12)]
+        for turn in range(90):
+            number = rng.randrange(len(stories))
+            stories[number] += rng.choice(("", f"Turn {rng.random()}. " * 4))
+            await rig.ok("POST", COMPLETION, {"model": MODEL, "max_tokens": 2, "prompt": stories[number]})
+            await mixed.caught_up(rig)
+            if restarts and turn % 15 == 14:
+                await mixed.restart(rig, turn // 15)
+            if rng.random() < 0.2:
+                mixed.store.evict(10 if not restarts else len(mixed.store.held))
+                await mixed.caught_up(rig)
+        names = {one.base_url: maker for one, maker in zip(mixed.engines, "vvstan", strict=True)}
+        receipts = list(rig.router.accounts.receipts.latest)
+        told = Counter((names[one.engine_id], one.mode, one.outcome) for one in receipts)
+        # Of ATOM nothing is known before its first event: no replay tells whether it holds anything.
+        assert told.pop(("a", "none", "unpredicted")) == 1 + restarts
+        modes = {(maker, mode) for maker, mode, _ in told}
+        learned = {("t", "learned"), ("a", "learned")}
+        assert modes - {("t", "native")} == {("v", "native"), ("s", "native"), ("n", "shadow")} | learned
+        assert {outcome for _, _, outcome in told} == {"exact"}
+        assert sum(one.actual_tokens or 0 for one in receipts) > 10_000
+        assert (sum(one.storage_tokens for one in receipts) > 200) is mixed.shares
