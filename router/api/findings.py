@@ -15,7 +15,7 @@ from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.stores import StoreFeed
 from kvatlas.router.fleet.engines import EngineKind
 from kvatlas.router.fleet.statement import EVENTS_OPTION, REPORT_OPTION
-from kvatlas.router.observe.findings import ROUTER, Finding, Severity
+from kvatlas.router.observe.findings import ROUTER, SOURCE_REMEDIES, Finding, Severity
 from kvatlas.router.observe.usage import UsageLog
 from kvatlas.router.placement.engine import Engine
 from kvatlas.router.placement.first_token import ACCURATE_OF_MIN, ACCURATE_SHARE_MIN
@@ -71,15 +71,25 @@ def of_router(s: Sources) -> Iterator[Finding]:
             cause="Redis is down, slow, or out of reach",
             remedy="check Redis and the network; until then this replica predicts by its own feeds",
         )
-    for name, source in () if s.origins is None else s.origins.stats.items():
+    sources = {} if s.origins is None else s.origins.stats
+    for name, source in sources.items():
         if source.failing:
             yield _warning(
                 f"source.{name}",
                 subject=ROUTER,
                 seen=f"engines from {name}: {source.engines}, as last known; failing: {source.last_error}",
                 cause="the source does not answer, or is not understood",
-                remedy="kvatlas doctor --router shows the remedy (router.sources)",
+                remedy=SOURCE_REMEDIES.get(name, "see the router's log"),
             )
+    finding = [name for name in sources if name != "static"]
+    if finding and all(one.synced and not one.failing and not one.engines for one in sources.values()):
+        yield _warning(
+            "engine.none",
+            subject=ROUTER,
+            seen=f"no engine is known: {', '.join(f'0 from {name}' for name in finding)}",
+            cause="nothing matches what is configured, or no engine runs",
+            remedy="; ".join(SOURCE_REMEDIES.get(name, name) for name in finding),
+        )
     if s.usage is not None:
         yield from _usage_record(s.usage)
     if unused := s.unused():

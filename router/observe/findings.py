@@ -19,6 +19,13 @@ _log = structlog.get_logger()
 
 # Subject of findings about the router itself.
 ROUTER: Final = "router"
+# What to do where a source of engines fails, or finds none.
+SOURCE_REMEDIES: Final = {
+    "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
+    "dns": "check fleet.dns.names, and that the router's host can resolve them",
+    "file": "correct the file; its last valid content stays in effect",
+    "admin": "add engines: POST /admin/engines",
+}
 # A finding that ends sooner is not logged: a breaker that opens for a moment, an engine that starts.
 LOGGED_AFTER_S: Final = 5.0
 # Lines for findings of one check that begin together, as when a whole rack goes; the last one counts the

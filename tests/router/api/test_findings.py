@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import astuple
@@ -14,7 +15,7 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.api.explanation import ended_by
 from kvatlas.router.api.findings import _usage_record, of_engine, of_router
 from kvatlas.router.feeds.base import FeedState, FeedStats
-from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.fleet.engines import EngineAddress, SourceStats
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.index.query_plan import ClassHit, EngineHit
 from kvatlas.router.observe.findings import LOGGED_AFTER_S, Finding, FindingLog, Severity, counts, joined
@@ -189,6 +190,28 @@ async def test_models_whose_prompts_engines_tokenize_are_findings() -> None:
     ]
     assert "its prompts are tokenized by engines (gated)" in found[0].seen
     assert "the configured tokenizer is used" in found[1].seen
+
+
+@pytest.mark.parametrize(
+    ("synced", "failing", "engines", "checks"),
+    [
+        (False, False, 0, []),
+        (True, False, 0, ["engine.none"]),
+        (True, False, 3, []),
+        (True, True, 0, ["source.dns"]),
+    ],
+)
+async def test_sources_that_fail_or_find_nothing(
+    synced: bool, failing: bool, engines: int, checks: list[str]
+) -> None:
+    async with routing(configure(), wait=False) as rig:
+        sources = rig.router.sources
+        dns = SourceStats(synced, engines, failing=failing)
+        stats = {"static": SourceStats(synced=True), "dns": dns}
+        sources.origins = cast("Any", SimpleNamespace(stats=stats))
+        found = list(of_router(sources))
+        assert [one.check for one in found] == checks
+        assert all("fleet.dns.names" in one.remedy for one in found)
 
 
 async def test_settings_without_effect_are_a_problem() -> None:

@@ -8,17 +8,11 @@ from typing import Any
 import msgspec
 
 from kvatlas.router.index.learn.hash_scheme import Detection
-from kvatlas.router.observe.findings import BAD, Finding
+from kvatlas.router.observe.findings import BAD, SOURCE_REMEDIES, Finding
 from kvatlas.router.tools.doctor.engine_gauges import series
 from kvatlas.router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from kvatlas.router.tools.doctor.findings import CheckResult, check, error, info, ok, warning
 from kvatlas.router.tools.ops_client import OPS_PORT_HINT
-
-_SOURCE_REMEDIES = {
-    "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
-    "dns": "check fleet.dns.names and that the router's host can resolve them",
-    "file": "correct the file; its last valid content stays in effect",
-}
 
 
 @check("router.reach")
@@ -57,14 +51,14 @@ def sources(seen: Evidence) -> Iterator[CheckResult]:
             yield error(
                 f"engines from {name}: not synced yet{f': {problem}' if problem else ''}",
                 "the router cannot reach or read this source",
-                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                SOURCE_REMEDIES.get(name, "see the router's log"),
                 subject=router.url,
             )
         elif source.get("failing"):
             yield warning(
                 f"engines from {name}: {count}, as last known; now failing: {problem}",
                 "the source worked before and does not now; engines added or removed since are not known",
-                _SOURCE_REMEDIES.get(name, "see the router's log"),
+                SOURCE_REMEDIES.get(name, "see the router's log"),
                 subject=router.url,
             )
         elif source.get("refused"):
