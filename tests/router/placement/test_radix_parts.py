@@ -122,12 +122,15 @@ def test_pages_removed_for_their_windows_were_the_last_of_them() -> None:
     serve(parts, [*run(3, 4)])
     parts.removed(run(3, 4)[2:])
     assert parts.find([*inner, OTHER], tokens(inner, PAGE)) == (0, 4)
-    full = Windows(TreePool(PAGE, 16), 30, 2 * PAGE)
-    serve(full, inner)
-    serve(full, [*inner, *run(2, 8)])
-    serve(full, [*run(3, 4)])
-    full.removed(run(3, 4)[2:])
-    assert full.find([*inner, OTHER], tokens(inner, PAGE))[0] == 4, "its pages made room"
+    for pages, waiting in ((16, 0), (24, 10)):
+        full = Windows(TreePool(PAGE, pages), 30, 2 * PAGE)
+        serve(full, inner)
+        serve(full, [*inner, *run(2, 8)])
+        serve(full, [*run(3, 4)])
+        if waiting:
+            full.sent(run(9, waiting), tokens(run(9, waiting)))
+        full.removed(run(3, 4)[2:])
+        assert full.find([*inner, OTHER], tokens(inner, PAGE))[0] == 4, "its pages made room"
 
 
 def test_chunks_leave_their_windows_and_states() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.simulation.demo.table import Tally, _compare
+from kvatlas.router.tools import capture
 from kvatlas.router.tools.capture_writer import CaptureWriter
 from kvatlas.router.tools.event_order import RecordStats
 from kvatlas.router.tools.explain import EngineForecast, RouterAnswer, RouterEngine, RouterHit, TargetForecast
@@ -72,8 +74,30 @@ def test_tables_are_whole_in_80_columns(tmp_path: Path) -> None:
     for table, figures in wanted.items():
         text = drawn(table(), 80)
         assert "…" not in text
+        assert all(line.strip() for line in text.splitlines()), "no line between rows"
         for figure in figures:
             assert figure in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "style"),
+    [({}, ""), ({"connected": False}, "red"), ({"lost_frames": 1}, "red"), ({"malformed": 1}, "red")],
+)
+def test_a_recording_that_lacks_something_is_red(tmp_path: Path, fault: dict[str, Any], style: str) -> None:
+    writer = CaptureWriter(tmp_path / "c.jsonl.gz")
+    writer.close()
+    table = record_table([RecordStats(**{"source": ENGINE, "connected": True, **fault})], writer)
+    assert [row.style for row in table.rows] == [style]
+
+
+@pytest.mark.parametrize(("quiet", "terminal"), [(True, True), (False, False), (False, True)])
+def test_progress_is_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, quiet: bool, terminal: bool
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(capture, "Console", lambda **_: Console(file=out, force_terminal=terminal))
+    assert len(list(capture.with_progress(iter([None] * 3), "frames", quiet=quiet))) == 3  # type: ignore[list-item]
+    assert ("frames" in out.getvalue()) == (terminal and not quiet)
 
 
 def test_a_target_is_shown_with_each_engines_first_token() -> None:

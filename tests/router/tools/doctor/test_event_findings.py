@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from kvatlas.publisher.events import AllBlocksCleared, DecodedBatch, encode_batc
 from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.findings import Severity
-from kvatlas.router.tools.doctor.listener import EventListener
+from kvatlas.router.tools.doctor.evidence import EngineEvidence
+from kvatlas.router.tools.doctor.listener import EventListener, Observation, ReplayState
 from tests.router.tools.doctor.rig import (
     Findings,
     at,
@@ -31,6 +33,25 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import running
 
 DEAD = "tcp://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("seen", "complete"),
+    [
+        ({}, True),
+        ({"first_seq": 0}, True),
+        ({"first_seq": 3}, False),
+        ({"restarts": 1}, False),
+        ({"missing": 1}, False),
+        ({"replay_state": ReplayState.CUT_SHORT}, False),
+    ],
+)
+def test_a_history_is_complete_from_the_first_batch_of_one_process(
+    seen: dict[str, Any], complete: bool
+) -> None:
+    sockets = Observation(**{"replay_state": ReplayState.COMPLETE, **seen})
+    engine: Any = SimpleNamespace(sockets=sockets)
+    assert EngineEvidence.history_complete.fget(engine) == complete  # type: ignore[attr-defined]
 
 
 @asynccontextmanager

@@ -127,6 +127,11 @@ def test_states_that_matter_are_shown() -> None:
         "2 up",
     ):
         assert words in text
+    many = {"m": [{"severity": "error", "seen": f"fault {number}."} for number in range(23)]}
+    text = shown(make_snapshot("http://r", entries, [], "", problems=many))
+    assert "fault 19." in text
+    assert "fault 20." not in text
+    assert "3 more: kvatlas doctor" in text
 
 
 def test_figures_of_engines_and_of_all() -> None:
