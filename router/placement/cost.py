@@ -56,6 +56,8 @@ from kvatlas.router.placement.fleet_values import Candidates, Floats, Places, co
 TIE_S = 0.001
 # No prompt is put off for more than this, for others' sake (docs/decisions/050-what-a-prefill-delays.md).
 DELAY_MAX_S = 60.0
+# Numpy takes an array without dimensions in half the time of a float.
+_DELAY_MAX_S: Final[Floats] = np.array(DELAY_MAX_S)
 # A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes.
 COLD_FRACTION = 0.1
 # A probe may cost this much more than the cheapest engine: it pays for a rate that later requests use.
@@ -209,7 +211,7 @@ def score(
     # cache smaller (005).
     prices = found.prices(settings.delay, settings.eviction_premium, answers=answers)
     totals: Floats = values.rates * (np.array(by_rates)[found.which] if hits else by_rates[0])
-    totals += np.minimum(prices * totals, DELAY_MAX_S)
+    totals += np.minimum(prices * totals, _DELAY_MAX_S)
     scored = ScoredCandidates(found, prompt_tokens, settings, totals, queues, parts, longest, mean_s, prices)
     totals += queues
     if loaded:
@@ -290,7 +292,7 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         due = idle[(totals[idle] <= best + PROBE_COST_MAX_S) & (queues[idle] <= queues[queues.argmin()])]
         if len(due):
             return _settle(scored, due, key), "probe"
-    equals = (totals <= best + TIE_S).nonzero()[0]
+    equals = (totals <= np.array(best + TIE_S)).nonzero()[0]
     if len(equals) == 1:
         return equals.item(0), "cheapest"
     return _settle(scored, equals, key), "tie"

@@ -340,11 +340,12 @@ def test_a_hit_is_lowered_by_what_the_prompts_ahead_evict() -> None:
 
 def test_prices_follow_the_settings() -> None:
     """A fleet's values stay for many decisions; a reload may change what they are priced by."""
-    values = columns([make_candidate("a", waiting=4, recent_s=2.0), make_candidate("b")]).values
-    prices, spread = values.priced(0.5, 0.75), values.spread_of(0.25)
-    assert values.priced(0.5, 0.75) is prices
+    found = columns([make_candidate("a", waiting=4, recent_s=2.0), make_candidate("b")])
+    values = found.values
+    prices, spread = found.prices(0.5, 0.75), values.spread_of(0.25)
+    assert found.prices(0.5, 0.75) is prices
     assert values.spread_of(0.25) is spread
-    assert (values.priced(1.0, 0.75) / prices).tolist() == [2.0, 2.0]
+    assert (found.prices(1.0, 0.75) / prices).tolist() == [2.0, 2.0]
     assert values.spread_of(0.5).tolist() == (2 * spread).tolist()
 
 
