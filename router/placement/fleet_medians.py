@@ -12,31 +12,43 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+Found = TypeVar("Found")
 Row = Sequence[float | None]
+Medians = dict[str | None, list[float | None]]
+"""By group; None where no engine of it has a value."""
 
 
-class FleetMedians(Generic[Key]):
+class FleetMedians(Generic[Key, Found]):
     """Columns of values by engine. ``read`` returns an engine's group and its values, where it has any; None:
-    it has learned nothing."""
+    it has learned nothing. ``made`` returns what is kept of the medians."""
 
-    def __init__(self, columns: int, read: Callable[[Key], tuple[str | None, Row] | None]) -> None:
+    def __init__(
+        self,
+        columns: int,
+        read: Callable[[Key], tuple[str | None, Row] | None],
+        made: Callable[[Medians], Found],
+    ) -> None:
+        self.kept: Found | None = None
+        """What was made of the medians; None: not computed (``fit``)."""
         self._columns = columns
         self._read = read
+        self._made = made
         self._changed: dict[Key, None] = {}
         self._known: dict[Key, tuple[str | None, Row]] = {}
         self._sorted: dict[str | None, list[list[float]]] = {}
 
     def changed(self, key: Key) -> None:
         """Note that an engine's values may have changed."""
-        self._changed[key] = None
+        self._changed[key] = self.kept = None
 
-    def left(self, key: Key) -> bool:
-        """Remove an engine. Returns whether medians may differ."""
-        waited = self._changed.pop(key, self) is None
-        return self._drop(key) or waited
+    def left(self, key: Key) -> None:
+        """Remove an engine."""
+        self._changed.pop(key, None)
+        if self._drop(key):
+            self.kept = None
 
-    def medians(self) -> dict[str | None, list[float | None]]:
-        """The medians by group; None where no engine of it has a value."""
+    def fit(self) -> Found:
+        """Compute ``kept``."""
         for key in self._changed:
             self._drop(key)
             found = self._read(key)
@@ -47,9 +59,10 @@ class FleetMedians(Generic[Key]):
                     if value is not None:
                         insort(column, value)
         self._changed.clear()
-        return {
-            group: [_median(one) if one else None for one in all_] for group, all_ in self._sorted.items()
-        }
+        self.kept = made = self._made(
+            {group: [_median(one) if one else None for one in all_] for group, all_ in self._sorted.items()}
+        )
+        return made
 
     def _drop(self, key: Key) -> bool:
         if (known := self._known.pop(key, None)) is None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvatlas.router.placement.fleet_medians import FleetMedians
+from kvatlas.router.placement.fleet_medians import FleetMedians, Medians
 from kvatlas.router.placement.seconds import (
     FirstTokenModel,
     FirstTokenModels,
@@ -157,7 +157,7 @@ class EngineRates:
         if self._rate is not None and self._interference_s is not None:
             self._own = self._rate, self._interference_s
             self.fresh_until_s = now + self.fleet.settings.stale_s
-        self.fleet.learned(self)
+        self.fleet.medians.changed(self)
         self.touched()
 
     def prefill_s_per_token(self, now: float) -> float:
@@ -178,7 +178,8 @@ class EngineRates:
         if now <= self.fresh_until_s:
             return self._own
         rate, slope = self._rate, self._interference_s
-        fleet_rate, _, fleet_slope = self.fleet.medians or self.fleet.fit()
+        medians = self.fleet.medians
+        fleet_rate, _, fleet_slope = medians.kept or medians.fit()
         return (
             fleet_rate if rate is None else self.prefill_s_per_token(now),
             fleet_slope if slope is None else slope,
@@ -212,7 +213,7 @@ class EngineRates:
 
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
-        self.fleet.left(self)
+        self.fleet.medians.left(self)
         self.model.close()
 
     def _keep(self, sample: PrefillSample, now: float) -> bool:
@@ -281,6 +282,10 @@ def _running_between(by_running: Sequence[PrefillSample]) -> float:
     return (by_running[half].running + by_running[-half - 1].running) / 2
 
 
+_Rates = tuple[float, float, float]
+"""Prefill, overhead and interference."""
+
+
 class FleetRates:
     """Estimates for engines without samples of their own: medians over the others."""
 
@@ -292,52 +297,37 @@ class FleetRates:
                 decode_interference_s=settings.decode_interference_s,
             )
         )
-        self._engines = FleetMedians[EngineRates](3, lambda engine: (None, engine.learned))
-        self.medians: tuple[float, float, float] | None = None
-        """Prefill, overhead and interference; None: not computed (``fit``)."""
+        self.medians = FleetMedians[EngineRates, _Rates](3, lambda engine: (None, engine.learned), self._made)
 
     def engine(self, served: Callable[[], str | None] = lambda: None) -> EngineRates:
         """Make the rates of one more engine; ``served``: the model that it serves."""
         return EngineRates(self, served)
 
-    def learned(self, engine: EngineRates) -> None:
-        """Note changed estimates of an engine."""
-        self._engines.changed(engine)
-        self.medians = None
-
-    def left(self, engine: EngineRates) -> None:
-        """Remove an engine."""
-        if self._engines.left(engine):
-            self.medians = None
-
     @property
     def prefill_s_per_token(self) -> float:
         """Implement ``EngineRates``."""
-        return (self.medians or self.fit())[0]
+        return (self.medians.kept or self.medians.fit())[0]
 
     @property
     def overhead_s(self) -> float:
         """Implement ``EngineRates``."""
-        return (self.medians or self.fit())[1]
+        return (self.medians.kept or self.medians.fit())[1]
 
     @property
     def decode_interference_s(self) -> float:
         """Implement ``EngineRates``."""
-        return (self.medians or self.fit())[2]
+        return (self.medians.kept or self.medians.fit())[2]
 
     @property
     def borrowed(self) -> tuple[float, float]:
         """Prefill and interference, which stand in for missing and old estimates of engines."""
-        rate, _, slope = self.medians or self.fit()
+        rate, _, slope = self.medians.kept or self.medians.fit()
         return rate, slope
 
-    def fit(self) -> tuple[float, float, float]:
-        """Compute ``medians``."""
-        settings = self.settings
-        rate, overhead_s, slope = self._engines.medians().get(None, (None, None, None))
-        self.medians = (
-            settings.prefill_s_per_token if rate is None else rate,
+    def _made(self, medians: Medians) -> _Rates:
+        rate, overhead_s, slope = medians.get(None, (None, None, None))
+        return (
+            self.settings.prefill_s_per_token if rate is None else rate,
             overhead_s or 0.0,
-            settings.decode_interference_s if slope is None else slope,
+            self.settings.decode_interference_s if slope is None else slope,
         )
-        return self.medians

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvatlas.router.placement.fleet_medians import FleetMedians
+from kvatlas.router.placement.fleet_medians import FleetMedians, Medians
 
 
 class SecondsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,7 +314,7 @@ class FirstTokenModel:
         self.samples += 1
         self._last_s = now
         if not self._closed:
-            self._fleet.learned(self)
+            self._fleet.medians.changed(self)
 
     def _begin(self) -> None:
         """Start from a guess."""
@@ -431,7 +431,14 @@ class FirstTokenModel:
     def close(self) -> None:
         """Remove a closed engine from the fleet's estimates."""
         self._closed = True
-        self._fleet.left(self)
+        self._fleet.medians.left(self)
+
+
+_ByModel = dict[str | None, SpeedParts]
+
+
+def _by_model(medians: Medians) -> _ByModel:
+    return {name: SpeedParts(*[part or 0.0 for part in parts]) for name, parts in medians.items()}
 
 
 class FirstTokenModels:
@@ -447,26 +454,13 @@ class FirstTokenModels:
             settings.decode_interference_s,
             0.0,
         )
-        self._engines = FleetMedians(len(self._prior), attrgetter("learned"))
-        self._medians: dict[str | None, SpeedParts] | None = None
-        """By model; None: to be computed."""
-
-    def learned(self, engine: FirstTokenModel) -> None:
-        """Note a sample of an engine."""
-        self._engines.changed(engine)
-        self._medians = None
-
-    def left(self, engine: FirstTokenModel) -> None:
-        """Remove an engine."""
-        if self._engines.left(engine):
-            self._medians = None
+        self.medians = FleetMedians[FirstTokenModel, _ByModel](
+            len(self._prior), attrgetter("learned"), _by_model
+        )
 
     def of_model(self, model: str | None, probed: SpeedParts | None) -> SpeedParts:
         """Estimates for an engine that serves this; ``probed``: its own by its probe."""
-        medians = self._medians
+        medians = self.medians.kept
         if medians is None:
-            found = self._engines.medians()
-            medians = self._medians = {
-                name: SpeedParts(*[part or 0.0 for part in parts]) for name, parts in found.items()
-            }
+            medians = self.medians.fit()
         return medians.get(model, probed or self._prior)

@@ -299,7 +299,7 @@ class FleetSnapshot:
             not self.changed
             and others is self._others
             and rates is not None
-            and rates.medians is self._medians
+            and rates.medians.kept is self._medians
             and not (due and due[0][0] <= now)
         ):
             return
@@ -314,7 +314,7 @@ class FleetSnapshot:
         # After the reading, which may itself note changes: heads that are done by now.
         self.changed.clear()
         self._known = True
-        self._medians = None if rates is None else rates.medians
+        self._medians = None if rates is None else rates.medians.kept
 
     def _summed(self) -> None:
         """Set what follows from all engines."""
@@ -341,7 +341,7 @@ class FleetSnapshot:
             else:
                 self._schedule(at)
         rates = self._fleet_rates
-        if rates is not None and (rates.medians is None or rates.medians is not self._medians):
+        if rates is not None and (rates.medians.kept is None or rates.medians.kept is not self._medians):
             borrowed = rates.borrowed
             if borrowed != self._borrowed:
                 self._borrowed = borrowed
