@@ -51,7 +51,7 @@ _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 _Key = tuple[str | None, int | None, str | None, str | None]
 # Media as vLLM's own offloading names them: an event is one chunk.
 _CHUNK_MEDIA = frozenset({CPU, STORAGE})
-# Medium of LMCache's connector, and of vLLM's MooncakeStoreConnector, which names a group.
+# Medium of LMCache's connector inside vLLM, and of vLLM's MooncakeStoreConnector, which names a group.
 _OTHERS_CPU = "cpu"
 _UNUSED_MAX = 8
 _REASON_CHARS_MAX = 70
@@ -71,6 +71,7 @@ class OffloadedBlocks:
         self.engine_id = engine_id
         self._index = index
         self._rejected = rejected
+        self._scheme = scheme
         self._lmcache = LmcacheChunks(scheme, lambda reason: self._not_used(f"LMCache {reason}"))
         self.unused = Counter[str]()
         """Events in unknown media, and those of LMCache that are not used, by reason; at most ``_UNUSED_MAX``
@@ -131,9 +132,16 @@ class OffloadedBlocks:
             self._index.set_copies(self.engine_id, plane, block, 1)
         return 0
 
-    @staticmethod
-    def _is_lmcache(event: BlockStored | BlockRemoved) -> bool:
-        return event.medium == _OTHERS_CPU and event.group_idx is None and event.ownership is None
+    def _is_lmcache(self, event: BlockStored | BlockRemoved) -> bool:
+        """Whether LMCache tells it. Its connector to a server of its own (``LMCacheMPConnector``, 0.5.6)
+        calls host memory CPU, as vLLM's does, which names groups: one hash of several blocks is LMCache's."""
+        if event.group_idx is not None or event.ownership is not None:
+            return False
+        if event.medium != CPU or isinstance(event, BlockRemoved):
+            return event.medium == _OTHERS_CPU or (event.medium == CPU and self._chunk_tokens > 0)
+        scheme = self._scheme()
+        one = len(event.block_hashes) == 1 and event.num_tokens() == event.block_size
+        return one and scheme is not None and event.block_size > scheme.hash_block_size
 
     def _apply_lmcache(self, event: BlockStored | BlockRemoved) -> None:
         told = event.num_tokens() if isinstance(event, BlockStored) else 0

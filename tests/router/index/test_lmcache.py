@@ -2,7 +2,8 @@
 
 Format: LMCache #5076 (in 0.5.6) through vLLM's ``BlockStored`` and ``BlockRemoved``: one chunk per event, the
 last 8 bytes of LMCache's hash of it and of the chunk before, its tokens, their number as the block size,
-medium ``cpu``, no group.
+no group. The medium is ``cpu``, that of ``LMCacheMPConnector`` is ``CPU`` (``_build_store_kv_events``,
+lmcache/integration/vllm/vllm_multi_process_adapter.py, 0.5.6).
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ def key(value: bytes) -> int:
     return int.from_bytes(value[-8:], "big")
 
 
-def stored(at: int, extra: bytes = b"", prompt: list[int] = PROMPT) -> list[Any]:
+def stored(at: int, extra: bytes = b"", prompt: list[int] = PROMPT, medium: str = "cpu") -> list[Any]:
     hashes = lmcache_hashes(prompt, CHUNK, extra)
     parent = key(hashes[at - 1]) if at else None
     chunk = prompt[at * CHUNK : (at + 1) * CHUNK]
-    return ["BlockStored", [key(hashes[at])], parent, chunk, CHUNK, None, "cpu"]
+    return ["BlockStored", [key(hashes[at])], parent, chunk, CHUNK, None, medium]
 
 
-def removed(*at: int) -> list[Any]:
+def removed(*at: int, medium: str = "cpu") -> list[Any]:
     hashes = lmcache_hashes(PROMPT, CHUNK)
-    return ["BlockRemoved", [key(hashes[one]) for one in at], "cpu"]
+    return ["BlockRemoved", [key(hashes[one]) for one in at], medium]
 
 
 def told(*frames: list[Any], fleet: FleetResidency | None = None) -> FleetResidency:
@@ -54,9 +55,10 @@ def loads(fleet: FleetResidency, shared: int = len(PROMPT)) -> int:
     return fleet.predict(Prompt([*PROMPT[:shared], *tokens(100, seed=9)]), ["a"])["a"].cpu_tokens
 
 
+@pytest.mark.parametrize("medium", ["cpu", "CPU"])
 @pytest.mark.parametrize(("shared", "hit"), [(48, 0), (64, 64), (127, 64), (128, 128), (300, 256)])
-def test_whole_chunks_are_loaded(shared: int, hit: int) -> None:
-    fleet = told(*map(stored, range(4)))
+def test_whole_chunks_are_loaded(shared: int, hit: int, medium: str) -> None:
+    fleet = told(*(stored(at, medium=medium) for at in range(4)))
     assert loads(fleet, shared) == hit
     assert not fleet.engine("a").unused
     layout = fleet.engine("a").layout
@@ -64,11 +66,12 @@ def test_whole_chunks_are_loaded(shared: int, hit: int) -> None:
     assert layout.blocks_per_chunk == 1, "nothing is known of vLLM's own offloading"
 
 
-def test_a_hit_begins_with_the_first_chunk() -> None:
-    fleet = told(*map(stored, range(4)))
-    assert loads(told(removed(0), fleet=fleet)) == 0
-    assert loads(told(stored(0), fleet=fleet)) == 256
-    assert loads(told(removed(2, 3), fleet=fleet)) == 128
+@pytest.mark.parametrize("medium", ["cpu", "CPU"])
+def test_a_hit_begins_with_the_first_chunk(medium: str) -> None:
+    fleet = told(*(stored(at, medium=medium) for at in range(4)))
+    assert loads(told(removed(0, medium=medium), fleet=fleet)) == 0
+    assert loads(told(stored(0, medium=medium), fleet=fleet)) == 256
+    assert loads(told(removed(2, 3, medium=medium), fleet=fleet)) == 128
 
 
 def test_a_chunk_that_comes_twice_goes_with_one_removal() -> None:
