@@ -102,6 +102,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """An engine with a context of this many tokens has refused it as too long."""
     continues: bool = False
     """It goes on with a stream that broke: its turn in the queue is to come."""
+    parses: bool = False
+    """Its engine is to read reasoning and calls out of the ids of its answer."""
     at_once: bool = False
     """That has come: its engine has computed its prompt, and its client waits."""
     hides_usage: bool = False

@@ -101,7 +101,7 @@ class EligibleEngines:
         if not ready and model is not None and self._fleet.ready(None) and not self._fleet.knows(model):
             raise model_not_found(model)
         untried = [e for e in ready if e.engine_id not in exclude] if exclude else ready
-        untried = _continuing(untried) if request.continues else untried
+        untried = _continuing(request, untried) if request.continues else untried
         if request.isolated and request.path in SALTED:
             untried = self._salting(request, untried)
         if not untried:
@@ -201,10 +201,10 @@ def _answering(ready: list[Engine]) -> list[Engine]:
     return found
 
 
-def _continuing(engines: list[Engine]) -> list[Engine]:
+def _continuing(request: InboundRequest, engines: list[Engine]) -> list[Engine]:
     """Engines that may go on with another one's stream: what other software makes of its ids is not
     known."""
-    return [engine for engine in engines if engine.says_ids]
+    return [one for one in engines if one.says_ids and (one.parses or not request.parses)]
 
 
 def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:

@@ -260,6 +260,7 @@ class Engine(EngineStatus):
         "life",
         "load",
         "load_rate",
+        "parses",
         "parts",
         "polled_clears",
         "polled_disconnects",
@@ -328,6 +329,8 @@ class Engine(EngineStatus):
         """Its latest stored response had an id of its own."""
         self.takes_order = True
         """It has not refused a request for its priority."""
+        self.parses = True
+        """It has not refused to read the ids of a chat."""
         self.polled_s = -math.inf
         """Time of the last poll."""
         self.polled_clears = 0
@@ -442,8 +445,8 @@ class Engine(EngineStatus):
         """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for them.
         ``lost``: only those that its breaker considers lost; ``drained``: all, since it ends soon."""
         if not lost:
-            # It may come back with another scheduling policy.
-            self.takes_order = True
+            # It may come back with another scheduling policy, or other endpoints.
+            self.takes_order = self.parses = True
         now = self._accounts.now()
         for attempt, cancel in list(self.waiting.items()):
             request = attempt.request
@@ -462,7 +465,7 @@ class Engine(EngineStatus):
         """End requests that were sent before the process that runs there now, which began at ``than_s``:
         nothing will come. Those that wait are placed again, here or elsewhere; answers that have begun, and
         of which nothing came since ``begun_s`` (None: ``than_s``), break off."""
-        self.takes_order = True
+        self.takes_order = self.parses = True
         for attempt, cancel in list(self.waiting.items()):
             if attempt.asked_s < than_s:
                 del self.waiting[attempt]

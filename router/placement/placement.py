@@ -429,6 +429,10 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         self.engine.takes_order = False
 
+    def parses_not(self) -> None:
+        """Implement ``Attempt``."""
+        self.engine.parses = False
+
     def facts(self) -> dict[str, Any]:
         """Implement ``Attempt``."""
         decision, candidate = self.decision, self._candidate

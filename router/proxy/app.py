@@ -402,7 +402,7 @@ class ProxyApp:
             return "size"
         if self._planner.decode(request.model or "", (), skips_special=True) is None:
             return "tokenizer"
-        return plan_of(request.path, request.body)
+        return plan_of(request.path, request.body, parses=self.settings.continue_tools)
 
     async def _form(self, fields: list[Header], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""

@@ -136,6 +136,9 @@ class Attempt:
     def order_refused(self) -> None:
         """The engine refuses any priority: it takes without one what it refused with it."""
 
+    def parses_not(self) -> None:
+        """The engine does not read the ids of chats."""
+
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
         return {}

@@ -5,12 +5,13 @@ client already and learns where to send it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from kvatlas.router.admission.tenants import TenantRequest
 from kvatlas.router.http.request_cycle import ClientRequest
+from kvatlas.router.http.upstream import UpstreamError
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.observe.requests import RequestRecord
 from kvatlas.router.openai.members import before_others
@@ -22,6 +23,9 @@ from kvatlas.router.proxy.continuation_plan import ContinuationPlan
 from kvatlas.router.proxy.deaths import digest_of
 from kvatlas.router.proxy.headers import RequestHead, request_head
 from kvatlas.router.proxy.kept_stream import KeptStream
+
+# The ids of an answer, and of its prompt, as JSON.
+_WHOLE_BYTES_MAX: Final = 32 << 20
 
 
 class Outbound(msgspec.Struct, gc=False):
@@ -118,3 +122,28 @@ class OwnConnections:
         return self._client.request(
             origin, request.method, head + begin, named, timeout_s, once=once, ready=attempt.check_eligible
         )
+
+    async def whole(
+        self, attempt: Attempt, out: Outbound, path: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Ask the engine of an attempt something beside its request, with the client's headers. Returns its
+        status and the whole body. Raises ``UpstreamError``."""
+        origin = self._client.origins.get(attempt.base_url) or self._client.origin(attempt.base_url)
+        head = request_head(
+            "POST",
+            origin.path_prefix + path.encode(),
+            origin.host_header,
+            out.head.fields,
+            own=attempt.engine_headers,
+            length=len(body),
+        )
+        answer = await self._client.request(origin, "POST", head, body, timeout_s)
+        data = bytearray()
+        try:
+            while piece := await answer.read():
+                data += piece
+                if len(data) > _WHOLE_BYTES_MAX:
+                    raise UpstreamError("reset")
+        finally:
+            self._client.release(answer)
+        return answer.status, bytes(data)

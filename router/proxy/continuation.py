@@ -33,6 +33,9 @@ _OF_CACHE: Final = frozenset({"model", "cache_salt", "priority", "session_id", "
 _BIAS_MAX: Final = 100.0
 # Of the prompt: how the first text of an answer reads may depend on it.
 _CONTEXT_LEN: Final = 8
+# Of the latest text; its tokens are fewer.
+_COMPARED_CHARS: Final = 24
+_COMPARED_LEN: Final = 128
 # Tokens decoded in one step: 0.4 ms.
 _STEP_LEN: Final = 4096
 
@@ -50,15 +53,28 @@ def whole_tokens(ids: Sequence[int], decode: Decode) -> int | None:
     return None
 
 
+def _prompt_end(kept: KeptStream) -> list[int]:
+    prompt = kept.prompt
+    if isinstance(prompt, bytes):
+        return list(map(int, prompt.rsplit(b",", _CONTEXT_LEN)[-_CONTEXT_LEN:]))
+    return list(prompt[-_CONTEXT_LEN:])
+
+
+def held_back(kept: KeptStream, tokens: int, decode: Decode) -> bool:
+    """Whether text of these tokens may be missing at the end of what the client has had of a chat: parsers
+    wait where a mark may begin, as ``<`` does, and a completion would begin behind it."""
+    if kept.plan.stop.stops:
+        return False  # all of the text is compared
+    text = kept.latest_text()[-_COMPARED_CHARS:]
+    start = max(0, tokens - _COMPARED_LEN)
+    before = [] if start else _prompt_end(kept)
+    return not decode([*before, *kept.ids[start:tokens]]).endswith(text)
+
+
 def text_so_far(kept: KeptStream, tokens: int, decode: Decode) -> Generator[None, None, StoppingText | None]:
     """The first ``tokens`` of an answer with stop strings; None: the client has had another text. In steps:
     an answer may have a million tokens."""
-    prompt = kept.prompt
-    known = (
-        list(map(int, prompt.rsplit(b",", _CONTEXT_LEN)[-_CONTEXT_LEN:]))
-        if isinstance(prompt, bytes)
-        else (list(prompt[-_CONTEXT_LEN:]))
-    )
+    known = _prompt_end(kept)
     ids, pieces, start = kept.ids[:tokens], [""], 0
     while start < tokens:
         least = min(start + _STEP_LEN, tokens)
@@ -175,10 +191,14 @@ class ContinuedStream:
         """Its engine has begun: what the engine before had, and did not send, will not come."""
         if not self.begun:
             self.begun = True
+            self._take_over()
             self.kept.told = max(self.kept.told, len(self.kept.ids))
             del self.kept.ids[self.before :]
             self.on_begin()
             self.on_taken()
+
+    def _take_over(self) -> None:
+        self.kept.goes_on()
 
     def feed(self, data: bytes) -> bytes:
         """Whole events of the engine's: those for the client."""

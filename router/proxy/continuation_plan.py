@@ -134,6 +134,12 @@ class ContinuationPlan(msgspec.Struct, frozen=True, gc=False):
     wants_usage: bool = False
     in_chunks: bool = False
     """Its client wants the usage in every event."""
+    tools: bool = False
+    """Its answer may be calls of tools."""
+    parses: bool = False
+    """Engines may be asked to read reasoning and calls out of ids."""
+    body: bytes = b""
+    """Of the request, where they are asked for that."""
 
     @property
     def chat(self) -> bool:
@@ -145,14 +151,18 @@ class _Options(msgspec.Struct, gc=False):
     continuous_usage_stats: Any = None
 
 
-def plan_of(path: str, body: bytes) -> ContinuationPlan | str:
-    """Whether the stream of this request may go on elsewhere; else the reason why not (a label)."""
+def plan_of(path: str, body: bytes, *, parses: bool = False) -> ContinuationPlan | str:
+    """Whether the stream of this request may go on elsewhere; else the reason why not (a label). ``parses``:
+    as of the plan."""
     if path not in (CHAT, COMPLETION):
         return "api"
     try:
         members = _MEMBERS.decode(body)
-        reason = next((found for name, value in members.items() if (found := _refused(name, value))), "")
-        return reason or _plan(path, {name: one for name, one in members.items() if _begin(one) != b"null"})
+        reasons = (_refused(name, value, parses) for name, value in members.items())
+        if reason := next(filter(None, reasons), ""):
+            return reason
+        members = {name: one for name, one in members.items() if _begin(one) != b"null"}
+        return _plan(path, members, body if parses and path == CHAT else b"")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError, OverflowError):
         return _OTHER
 
@@ -161,7 +171,7 @@ def _begin(value: _Raw) -> bytes:
     return bytes(memoryview(value)[:64])
 
 
-def _refused(name: str, value: _Raw) -> str:
+def _refused(name: str, value: _Raw, parses: bool) -> str:
     """Why a stream with this member does not go on elsewhere; "": it may."""
     raw = _begin(value)
     if name in _KEPT or name in _CHANGED or name in _OF_PROMPT:
@@ -172,6 +182,8 @@ def _refused(name: str, value: _Raw) -> str:
         off = False  # the client's own; of two members with one name engines take the last
     elif name in {"n", "best_of"}:
         off = raw in _ONE
+    elif name == "tools" and parses:
+        off = True
     elif name == "tool_choice":
         # Without tools to call, or where none may be called, an answer is text.
         off = raw in {b'"none"', b'"auto"'} or raw in _OFF
@@ -180,7 +192,7 @@ def _refused(name: str, value: _Raw) -> str:
     return "" if off else _REASONS.get(name, _OTHER)
 
 
-def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
+def _plan(path: str, members: dict[str, _Raw], read: bytes) -> ContinuationPlan | str:
     def value(name: str) -> Any:
         return msgspec.json.decode(members[name]) if name in members else None
 
@@ -207,6 +219,9 @@ def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
         logprobs = whole("top_logprobs", 0) or 0
     elif not chat:
         logprobs = whole("logprobs", 0)
+    tools = "tools" in members and _begin(members["tools"]) not in _OFF
+    if tools and (not chat or stop or logprobs is not None):
+        return "tools"  # derendered text has neither
     seed = lax_whole(value("seed"))
     if (seed is None and value("seed") is not None) or (seed is not None and abs(seed) > SEED_MAX):
         return _OTHER
@@ -227,4 +242,7 @@ def _plan(path: str, members: dict[str, _Raw]) -> ContinuationPlan | str:
         skips_special="skip_special_tokens" not in members or lax_true(value("skip_special_tokens")),
         wants_usage=lax_true(options.include_usage),
         in_chunks=lax_true(options.include_usage) and lax_true(options.continuous_usage_stats),
+        tools=tools,
+        parses=bool(read),
+        body=read,
     )

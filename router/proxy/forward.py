@@ -50,6 +50,7 @@ from kvatlas.router.proxy.comments import Comments
 from kvatlas.router.proxy.continuation import (
     ContinuedStream,
     completion_of,
+    held_back,
     text_so_far,
     warming_of,
     whole_tokens,
@@ -70,13 +71,17 @@ from kvatlas.router.proxy.failures import (
 from kvatlas.router.proxy.headers import REDIRECTS, AnswerHead, as_json, read_answer_headers
 from kvatlas.router.proxy.kept_stream import KeptStream
 from kvatlas.router.proxy.media_names import has_media
+from kvatlas.router.proxy.parsed_stream import ABSENT, ParsedStream
 from kvatlas.router.proxy.relay import AnswerRelay
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
 from kvatlas.router.proxy.turns import ContinuationTurns
 from kvatlas.router.proxy.warming import StreamLeaving, Warmer, as_completion
 
 _log = structlog.get_logger()
+_OK = 200
 _BAD_REQUEST = 400
+# Of an engine that reads the ids of a chat, which it does in less than a second.
+_READ_TIMEOUT_S: Final = 30.0
 # Of a refusal, until its reason is known.
 _TOLD_BYTES: Final = 4096
 # How vLLM and SGLang say that a prompt is too long.
@@ -235,7 +240,10 @@ class Forwarder:
                 await self._write_end(out, goes_on)
             else:
                 # Where its engine has computed the rest there is nothing to wait for.
-                request = as_completion(out, body, self._clock(), continues=True, at_once=goes_on.warmed)
+                parses = isinstance(goes_on, ParsedStream)
+                request = as_completion(
+                    out, body, self._clock(), continues=True, at_once=goes_on.warmed, parses=parses
+                )
                 again = _as_again(out, request, goes_on)
                 try:
                     await self._forward(again, frozenset((first,)))
@@ -332,9 +340,12 @@ class Forwarder:
         def decode(ids: Sequence[int]) -> str:
             return self._planner.decode(model, ids, skips_special=skips) or ""
 
-        tokens = whole_tokens(kept.ids, decode)
+        parsed = kept.parsed
+        tokens = len(kept.ids) if parsed else whole_tokens(kept.ids, decode)
         if tokens is None:
             return "characters"
+        if not parsed and held_back(kept, tokens, decode):
+            return "parser"
         stopping = None
         if kept.plan.stop.stops:
             stopping = await run_cooperatively(text_so_far(kept, tokens, decode))
@@ -346,6 +357,8 @@ class Forwarder:
         body = completion_of(kept, tokens, int(context) if 0 < context < math.inf else None)
         if isinstance(body, str):
             return body
+        if parsed:
+            return "parser" if body is None else (ParsedStream(kept, told=out.tells), body)
         return ContinuedStream(kept, tokens, stopping, told=out.tells), body
 
     async def _write_end(self, out: Outbound, goes_on: ContinuedStream) -> None:
@@ -612,7 +625,7 @@ class Forwarder:
             if placement.body is not None:
                 placement.asked()
             self._note_placed(placement, out)
-            connection = await self._ask(placement, out, carrier, disagg)
+            connection = await self._ask_first(placement, out, carrier, disagg)
             status = 0 if connection is None else connection.status
             if status == _BAD_REQUEST and carrier is self._own and placement.drop_order():
                 refused, connection = connection, None
@@ -644,6 +657,38 @@ class Forwarder:
         finally:
             if connection is not None and not placement.moved:
                 carrier.done(connection)
+
+    def _ask_first(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
+    ) -> Awaitable[Answer | None]:
+        """Send the engine its body, once it has shown that it may go on with a stream for a parser."""
+        if isinstance(out.goes_on, ParsedStream):
+            return self._ask_compared(placement, out, carrier, disagg, out.goes_on)
+        return self._ask(placement, out, carrier, disagg)
+
+    async def _ask_compared(
+        self,
+        placement: Attempt,
+        out: Outbound,
+        carrier: Carrier,
+        disagg: DisaggState | None,
+        stream: ParsedStream,
+    ) -> Answer | None:
+        """Raises ``ApiError`` where the engine does not read the answer so far as the client has had it, and
+        where it cannot be asked ``EventRefusedError`` and ``UpstreamError``."""
+
+        async def ask(path: str, body: bytes) -> bytes:
+            status, data = await self._own.whole(placement, out, path, body, _READ_TIMEOUT_S)
+            if status in ABSENT:
+                placement.parses_not()
+            if status != _OK:
+                raise EventRefusedError(status, [], data[:_TOLD_BYTES])
+            return data
+
+        if why := await stream.differs(ask):
+            self._stats.count_continuation("", refused=why)
+            raise _broke_off()
+        return await self._ask(placement, out, carrier, disagg)
 
     async def _pass_on(self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead) -> None:
         """Give the client this answer, behind what it has had."""

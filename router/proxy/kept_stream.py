@@ -16,7 +16,15 @@ import msgspec
 from kvatlas.router.openai.request import Usage
 from kvatlas.router.proxy.continuation_plan import ContinuationPlan
 from kvatlas.router.proxy.events import ERROR_MARK, Kind, blocks, data_of, last_event_end, read_event
-from kvatlas.router.proxy.stream_events import DONE, STREAM_EVENT, STREAM_LOGPROBS, UNREAD, Shape
+from kvatlas.router.proxy.stream_events import (
+    DONE,
+    STREAM_EVENT,
+    STREAM_LOGPROBS,
+    UNREAD,
+    Delta,
+    ReadAnswer,
+    Shape,
+)
 
 _encoded: Final = msgspec.json.Encoder().encode
 # Engines are stopped one after another: more often than this something else ends the answers.
@@ -33,6 +41,8 @@ _IDS: Final = b'"token_ids":['
 _PROMPT_IDS: Final = b'"prompt_token_ids":['
 _GOES_ON: Final = b'"finish_reason":null'
 _NO_DELTA: Final = b'"delta":{}'
+# Events whose text is compared with that of the tokens.
+_LATEST_LEN: Final = 8
 # Of an event with one token, before its id.
 _MARKS: Final = (
     b'"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":[',
@@ -52,6 +62,7 @@ class KeptStream:
     __slots__ = (
         "_known",
         "_last",
+        "_latest",
         "_mark",
         "_partial",
         "_seen",
@@ -65,9 +76,11 @@ class KeptStream:
         "ends",
         "failed",
         "ids",
+        "lens",
         "plan",
         "prompt",
         "prompt_tokens",
+        "read",
         "reasoned",
         "told",
         "unable",
@@ -78,6 +91,10 @@ class KeptStream:
         self.plan = plan
         self.ids: array[int] = array("I")
         """Of the answer's tokens."""
+        self.lens: array[int] = array("I")
+        """Tokens of each event, as long as a parser stands between them and the client (``parsed``)."""
+        self.read = ReadAnswer()
+        """The answer so far, as long as a parser reads it."""
         self.prompt: bytes | Sequence[int] = b""
         """Ids of the prompt: JSON as the engine gave it, or the router's own."""
         self.prompt_tokens = 0
@@ -101,6 +118,8 @@ class KeptStream:
         self._partial = bytearray()
         self._seen = 0
         self._last = b""
+        self._latest: deque[bytes] = deque(maxlen=_LATEST_LEN)
+        """The latest events that the client has had."""
         self._spoken = not plan.chat
         self.reasoned = False
         self.ends: deque[int] = deque(maxlen=DROPPED_MAX + 1)
@@ -121,7 +140,8 @@ class KeptStream:
                 except UNREAD:
                     pass  # several, or none
                 else:
-                    self._last = passed = b"%bnull%b" % (data[: at - 1], data[end + 1 :])
+                    passed = b"%bnull%b" % (data[: at - 1], data[end + 1 :])
+                    self._latest.append(passed)
                     return passed
         if self._partial or not data.endswith(b"\n\n"):
             partial = self._partial
@@ -159,19 +179,23 @@ class KeptStream:
             return passed  # an abort: its token is none of the answer's
         try:
             if end > at + 1:
-                self.ids.extend(map(int, block[at + 1 : end].split(b",")))
+                ids = list(map(int, block[at + 1 : end].split(b",")))
+                self.ids.extend(ids)
+                if not self._settled:
+                    self.lens.append(len(ids))
         except UNREAD:
             self.unable = self.unable or "ids"
         if self._settled:
             if passed.find(_NO_DELTA) < 0:
-                self._last = passed
+                self._latest.append(passed)
                 return passed
         else:
             self._look(passed)
+        self._last = passed
         # Sent for its ids alone, where a parser gave nothing.
         if passed.find(_NO_DELTA) >= 0 and not self.complete and passed.find(b'"logprobs":null') >= 0:
             return b""
-        self._last = passed
+        self._latest.append(passed)
         return passed
 
     def _without_ids(self, block: bytes) -> bytes:
@@ -227,7 +251,9 @@ class KeptStream:
                 if delta is not None:
                     text = delta.content or ""
                     self.reasoned = self.reasoned or bool(delta.reasoning or delta.reasoning_content)
-                    if delta.tool_calls:
+                    if plan.parses:
+                        self.read.add(delta, len(self.lens))
+                    elif delta.tool_calls:
                         self.unable = "tools"
                 self._spoken = self._spoken or bool(text)
                 self.chars += len(text)
@@ -239,6 +265,7 @@ class KeptStream:
             self.unable = self.unable or "ids"
         self._settled = (
             self._spoken
+            and not plan.tools
             and not plan.stop.stops
             and (plan.chat or plan.logprobs is None)
             and bool(self.prompt_tokens)
@@ -248,7 +275,7 @@ class KeptStream:
         """Why the stream cannot go on elsewhere (a label); "": it can."""
         if self.unable:
             return self.unable
-        if not self.ids or not self.prompt_tokens or not self._last:
+        if not self.ids or not self.prompt_tokens or not (self._last or self._latest):
             return "ids"
         # Some requests break every engine they meet.
         if self.broken or self.aborts >= _ABORTS_MAX:
@@ -256,9 +283,42 @@ class KeptStream:
         if len(self.ids) > IDS_MAX:
             return "size"
         # What a parser takes for reasoning is only known to the engine that has it.
-        if not self._spoken or (self.reasoned and self.plan.stop.stops):
+        read, stops = self.parsed, self.plan.stop.stops
+        if (read and not self.plan.parses) or (stops and (read or self.reasoned)):
             return "reasoning"
-        return ""
+        if read and self.plan.logprobs is not None:
+            return "reasoning"
+        return "tools" if self.read.calls and not self.plan.tools else ""
+
+    @property
+    def parsed(self) -> bool:
+        """The rest of its tokens is for a parser: they may be reasoning, or calls of tools."""
+        return self.plan.tools or not self._spoken
+
+    def gave(self, block: bytes, delta: Delta) -> None:
+        """Note an event that the client gets of tokens that another engine's parser has read."""
+        self.read.add(delta, len(self.lens))
+        self._spoken = self._spoken or bool(delta.content)
+        if block:
+            self._latest.append(block)
+
+    def goes_on(self) -> None:
+        """Note that no parser reads what comes from now on."""
+        if self._latest:
+            self._last = self._latest[-1]
+        self._latest.clear()
+
+    def latest_text(self) -> str:
+        """The content of the latest events of a chat, or nothing where it is not known. A parser may hold
+        back text of tokens that follow it."""
+        text = []
+        for block in self._latest if self.plan.chat else ():
+            try:
+                choices = STREAM_EVENT.decode(data_of(block) or b"").choices
+            except UNREAD:
+                return ""
+            text += [one.delta.content or "" for one in choices if one.delta is not None]
+        return "".join(text)
 
     @property
     def movable(self) -> bool:
@@ -271,7 +331,7 @@ class KeptStream:
 
     def shape(self) -> Shape:
         """The shape of its events."""
-        return Shape(self._last, self.plan)
+        return Shape(self._latest[-1] if self._latest else self._last, self.plan)
 
     def closing(self) -> bytes:
         """The end of a stream that has said why it ended."""

@@ -31,6 +31,7 @@ from kvatlas.router.proxy.events import Kind, aborted
 from kvatlas.router.proxy.failures import REFUSALS, EventRefusedError, broke_off, client_told, stream_failed
 from kvatlas.router.proxy.headers import SERVER_TIMING, AnswerHead
 from kvatlas.router.proxy.kept_stream import KeptStream
+from kvatlas.router.proxy.parsed_stream import ParsedStream
 from kvatlas.router.proxy.settings import ProxyStats
 from kvatlas.router.proxy.usage_reports import read_usage
 
@@ -96,11 +97,15 @@ class StreamRelay(msgspec.Struct, eq=False):
             while self._more:
                 if self._waits is not None:
                     await self._caught_up()
+                    self._check_parsed()
                 if self.hand_over is not None and not self._connection.complete and await self._left():
                     return
                 if self._go_on():
                     # The connection gives each piece to ``_take``, so that a chunk costs no task switch.
                     await self._connection.next_event(self._take)
+            if self._goes_on is not None:
+                await self._caught_up()
+                self._check_parsed()
         except UpstreamError as error:
             if self.had < Had.ANSWER:
                 raise
@@ -145,6 +150,19 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._slow = True
             await waits
             self._slow = False
+
+    async def _parse(self, stream: ParsedStream) -> None:
+        """Have its engine make events of what came, and send them."""
+        while stream.due and not stream.kept.failed:
+            out = await stream.parsed()
+            more = self._more or stream.due or bool(stream.kept.failed)
+            if (waits := self._answer.write(out, more=more)) is not None:
+                await waits
+
+    def _check_parsed(self) -> None:
+        """Raise ``UpstreamError`` where its engine could not make events of what came."""
+        if self._goes_on is not None and self._goes_on.kept.failed:
+            raise UpstreamError("broken_stream")
 
     def _go_on(self) -> bool:
         """Pass on what has come. Whether to wait for more of it. Raises ``UpstreamError``."""
@@ -233,6 +251,9 @@ class StreamRelay(msgspec.Struct, eq=False):
         if self._goes_on is not None:
             out = self._goes_on.feed(out)
             self._more = self._more and not self._goes_on.done
+            if isinstance(self._goes_on, ParsedStream) and self._goes_on.due:
+                self._waits = self._parse(self._goes_on)
+                return
         self._waits = self._answer.write(out, more=self._more)
 
     def _begin(self) -> None:

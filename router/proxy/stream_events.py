@@ -15,11 +15,58 @@ _MEMBERS: Final = msgspec.json.Decoder(dict[str, _Raw])
 _encoded: Final = msgspec.json.Encoder().encode
 
 
-class _Delta(msgspec.Struct, gc=False):
+class CallPart(msgspec.Struct, omit_defaults=True, gc=False):
+    """The function of a call of a tool, or a part of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """Of one call of a tool, or a part of it."""
+
+    id: str | None = None
+    type: str | None = None
+    index: int
+    function: CallPart | None = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True, gc=False):
+    """Part of an answer that an event of a chat adds."""
+
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCallPart] | None = None
+
+    @property
+    def added(self) -> tuple[str, str, tuple[tuple[int, str, str], ...]]:
+        """Text, reasoning, and parts of calls."""
+        calls = [(one.index, one.function or CallPart()) for one in self.tool_calls or ()]
+        parts = tuple([(index, part.name or "", part.arguments or "") for index, part in calls])
+        return self.content or "", self.reasoning or self.reasoning_content or "", parts
+
+
+class ReadAnswer:
+    """State of an answer that a parser reads, as its client has had it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        """Ids of the calls, in order."""
+        self.latest = Delta()
+        """The latest event that added anything."""
+        self.events = 0
+        """Events up to that one."""
+
+    def add(self, delta: Delta, events: int) -> None:
+        """Add the event of this number. Raises ``ValueError`` for calls that are in no order."""
+        for call in delta.tool_calls or ():
+            if call.id is not None and call.index == len(self.calls):
+                self.calls.append(call.id)
+            elif not 0 <= call.index < len(self.calls) or call.id not in {None, self.calls[call.index]}:
+                raise ValueError("calls")
+        if any(delta.added):
+            self.latest, self.events = delta, events
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -33,7 +80,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 class StreamChoice(msgspec.Struct, gc=False):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: Delta | None = None
     logprobs: _Raw = _Raw(b"null")
     finish_reason: str | None = None
     stop_reason: _Raw = _Raw(b"null")
@@ -71,16 +118,17 @@ class Shape:
 
     def chunk(
         self,
-        text: str,
+        text: str | bytes,
         logprobs: bytes,
         ended: str | None,
         stop: bytes,
         usage: Usage,
         fingerprint: bytes = b"null",
     ) -> bytes:
-        """One event with text. ``logprobs``, ``stop`` and ``fingerprint`` are JSON."""
+        """One event with text, or with a delta, which is JSON, as ``logprobs``, ``stop`` and ``fingerprint``
+        are."""
         told = {
-            "delta": b'{"content":%b}' % _encoded(text),
+            "delta": text if isinstance(text, bytes) else b'{"content":%b}' % _encoded(text),
             "text": _encoded(text),
             "logprobs": logprobs,
             "finish_reason": _encoded(ended),

@@ -22,7 +22,13 @@ from tokenizers import Tokenizer
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import at_once
-from kvatlas.router.proxy.continuation import ContinuedStream, completion_of, text_so_far, whole_tokens
+from kvatlas.router.proxy.continuation import (
+    ContinuedStream,
+    completion_of,
+    held_back,
+    text_so_far,
+    whole_tokens,
+)
 from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
 from kvatlas.router.proxy.kept_stream import KeptStream
 from tests.vllm.character_model import write_character_model
@@ -163,6 +169,8 @@ async def continued(
     tokens = whole_tokens(kept.ids, decode)
     if tokens is None:
         return "characters"
+    if held_back(kept, tokens, decode):
+        return "parser"
     stopping = at_once(text_so_far(kept, tokens, decode)) if one.plan.stop.stops else None
     if one.plan.stop.stops and stopping is None:
         return "text"

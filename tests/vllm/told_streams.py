@@ -14,6 +14,10 @@ class ToldStream:
     """Of one stream with one choice. ``ended``: finish reason and stop reason; ``error``: an error's code."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    """Names and arguments of calls of tools."""
+    call_ids: list[str] = field(default_factory=list)
     roles: int = 0
     names: set[str] = field(default_factory=set)
     ended: tuple[str | None, Any] = (None, None)
@@ -29,7 +33,19 @@ class ToldStream:
     def same(self, other: ToldStream) -> bool:
         """Whether both say the same answer, to the last place of a log probability."""
         mine, others = (
-            (one.text, one.roles, one.ended, one.done, one.error, one.tokens, one.offsets, one.ids)
+            (
+                one.text,
+                one.reasoning,
+                one.calls,
+                len(one.call_ids),
+                one.roles,
+                one.ended,
+                one.done,
+                one.error,
+                one.tokens,
+                one.offsets,
+                one.ids,
+            )
             for one in (self, other)
         )
         return (
@@ -69,6 +85,9 @@ def _take(said: ToldStream, part: dict[str, Any]) -> None:
         delta = choice.get("delta", {})
         said.roles += "role" in delta
         said.text += choice.get("text") or delta.get("content") or ""
+        said.reasoning += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls") or ():
+            _call(said, call)
         if choice["finish_reason"] is not None:
             said.ended = choice["finish_reason"], choice.get("stop_reason")
         said.ids += [choice[name] for name in ("token_ids", "prompt_token_ids") if choice.get(name)]
@@ -79,3 +98,12 @@ def _take(said: ToldStream, part: dict[str, Any]) -> None:
         said.tokens += probable.get("tokens") or []
         said.logprobs += probable.get("token_logprobs") or []
         said.offsets += probable.get("text_offset") or []
+
+
+def _call(said: ToldStream, call: dict[str, Any]) -> None:
+    if call["index"] == len(said.calls):
+        said.calls.append(["", ""])
+    mine, function = said.calls[call["index"]], call.get("function") or {}
+    said.call_ids += [call["id"]] if call.get("id") else []
+    mine[0] += function.get("name") or ""
+    mine[1] += function.get("arguments") or ""

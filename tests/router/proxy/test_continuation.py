@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.members import at_once
 from kvatlas.router.proxy import continuation
-from kvatlas.router.proxy.continuation import ContinuedStream, completion_of, text_so_far, whole_tokens
+from kvatlas.router.proxy.continuation import (
+    ContinuedStream,
+    completion_of,
+    held_back,
+    text_so_far,
+    whole_tokens,
+)
 from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
 from kvatlas.router.proxy.kept_stream import KeptStream
 from tests.support.examples import examples
@@ -51,6 +57,7 @@ def goes_on(engine: TextEngine, kept: KeptStream, cuts: Sequence[int] = ()) -> b
     assert not kept.check()
     tokens = whole_tokens(kept.ids, decode)
     assert tokens is not None
+    assert not held_back(kept, tokens, decode)
     stopping = at_once(text_so_far(kept, tokens, decode)) if kept.plan.stop.stops else None
     assert (stopping is not None) == bool(kept.plan.stop.stops)
     again = ContinuedStream(kept, tokens, stopping)
@@ -446,3 +453,27 @@ def test_later_events_are_not_decoded(path: str, later: bool, monkeypatch: pytes
     had = len(kept.ids)
     assert b"".join(map(kept.feed, events[3:6])).count(b'"token_ids":null') == 3
     assert len(kept.ids) == had + 3
+
+
+@pytest.mark.parametrize("piece", [b"<", b" <", "漢<".encode()])
+@pytest.mark.parametrize("before", [0, 3, 12])
+def test_text_that_a_parser_holds_back_is_noticed(piece: bytes, before: int) -> None:
+    """vLLM's qwen3 parser waits behind ``<`` (0.32), in chats without tools too."""
+    _, plan = request(CHAT, {})
+    kept = KeptStream(plan)
+
+    def event(text: str, one: int) -> bytes:
+        delta = {"content": text} if text else {}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [one]}
+        return TextEngine.event({"id": "i", "choices": [choice]})
+
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    kept.feed(TextEngine.event({"id": "i", "choices": [first], "prompt_token_ids": PROMPT}))
+    for word in ["x ", *["<b> 🙂"] * before]:
+        kept.feed(event(word, token(word.encode())))
+    assert not kept.check()
+    assert not held_back(kept, len(kept.ids), decode)
+    kept.feed(event(piece.decode()[:-1], token(piece)))
+    assert held_back(kept, len(kept.ids), decode)
+    kept.feed(event("<b", token(b"b")))
+    assert not held_back(kept, len(kept.ids), decode)
