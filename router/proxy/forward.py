@@ -688,6 +688,7 @@ class Forwarder:
         if why := await stream.differs(ask):
             self._stats.count_continuation("", refused=why)
             raise _broke_off()
+        placement.check_eligible()
         return await self._ask(placement, out, carrier, disagg)
 
     async def _pass_on(self, placement: Attempt, out: Outbound, connection: Answer, head: AnswerHead) -> None:
