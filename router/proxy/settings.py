@@ -80,8 +80,8 @@ class ProxySettings(ClientSettings, frozen=True):
     for the network between engine and router."""
     continue_tools: bool = False
     """Let also chats with tools go on (`continue_streams`), and those whose reasoning is not over.
-    Experimental: engines must be started with `--enable-scale-out`, and read each answer that goes on many
-    times again."""
+    Experimental. Switch it on where engines are started with `--enable-scale-out`, and have time to read each
+    answer that goes on many times again."""
     move_drained_s: float = 0.0
     """Seconds after an engine is drained or held, by which its streams have gone on from other engines
     (`continue_streams`), those first that are not predicted to end by then. 0: only a drain's own deadline
