@@ -361,6 +361,8 @@ def test_a_penalty_counts_what_was_said_before() -> None:
     found = asked(kept_of({"frequency_penalty": 0.5, "logit_bias": {"20": 3, "7": -1}}))
     assert found["logit_bias"] == {"20": 2.0, "21": -0.5, "7": -1}
     assert found["frequency_penalty"] == 0.5
+    most = kept_of({"frequency_penalty": 2, "max_tokens": 60}, [20] * 50)
+    assert asked(most)["logit_bias"] == {"20": -100.0}
     many = kept_of({"frequency_penalty": 2, "max_tokens": 60}, [20] * 51)
     assert completion_of(many, 51, 100) == "penalty"
 

@@ -449,6 +449,10 @@ def test_the_rules_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
     ]
     assert (stats.suspects_forgotten, stats.suspects_current) == (2, 3)
+    assert suspects.died(b"2", "b", 405.0)
+    assert suspects.died(b"5", "a", 406.0)
+    assert suspects.find(b"2", 406.0, 300.0) is not None, "the latest to die is not the first to be forgotten"
+    assert suspects.find(b"3", 406.0, 300.0) is None
 
 
 class Looks:

@@ -36,6 +36,7 @@ class Signals:
         return was
 
     def set_wakeup_fd(self, descriptor: int, *, warn_on_full_buffer: bool = True) -> int:
+        assert descriptor == -1 or not warn_on_full_buffer, "a burst of signals is no fault"
         was, self.wakes = self.wakes, descriptor
         return was
 
@@ -246,6 +247,12 @@ def test_a_worker_that_fails_before_all_are_up_ends_all(machine: Machine) -> Non
     assert machine.plays(machine.up(1), machine.ends(2, status=1), machine.ends(1)) == 1
     assert machine.said == ["deaf", "closed"]
     assert machine.sent == [(1, signal.SIGTERM)]
+
+
+def test_a_worker_that_is_reaped_before_its_pipe_is_read_leaves_no_descriptor(machine: Machine) -> None:
+    dies = [lambda: machine.status.update({2: 1}), machine.ends(1)]
+    assert machine.plays(machine.up(1), *dies) == 1
+    assert machine.open == {1, 2}
 
 
 def test_with_every_worker_dead_it_starts_others_or_ends_when_told(machine: Machine) -> None:

@@ -131,7 +131,7 @@ def test_states_that_matter_are_shown() -> None:
     text = shown(make_snapshot("http://r", entries, [], "", problems=many))
     assert "fault 19." in text
     assert "fault 20." not in text
-    assert "3 more: kvatlas doctor" in text
+    assert "\n3 more: kvatlas doctor" in text
 
 
 def test_figures_of_engines_and_of_all() -> None:
