@@ -263,8 +263,8 @@ MUTE = [EngineAddress("")]
         (b"garbage", MUTE),
     ],
 )
-def test_event_sources_of_every_shape(sources: object, engines: list[EngineAddress]) -> None:
-    assert asyncio.run(sources_found(sources)) == engines
+async def test_event_sources_of_every_shape(sources: object, engines: list[EngineAddress]) -> None:
+    assert await sources_found(sources) == engines
 
 
 def test_the_host_of_an_ipv6_server_stands_in_brackets() -> None:
@@ -562,12 +562,12 @@ async def test_nothing_is_kept_of_a_server_that_left() -> None:
         await watch.until(lambda: all(s.up for s in watch.fleet), "up")
         poller, proof = watch.poller, SaltProof()
         poller._proofs[base_url] = proof
-        await poller._prove_salts(base_url, (ModelCard("m"),), proof)
+        await poller._settle_salts(base_url, (ModelCard("m"),), proof)
         assert poller._proofs_due
         poller.assign(DesiredFleet())
         assert not poller._proofs_due
         # One that was under way when it left.
-        await poller._prove_salts(base_url, (ModelCard("m"),), proof)
+        await poller._settle_salts(base_url, (ModelCard("m"),), proof)
         assert not poller._proofs_due
 
 
