@@ -32,7 +32,7 @@ ACCURATE_SHARE_MIN, ACCURATE_OF_MIN = 0.5, 20
 _REFRESH_EVERY = 4
 # Latest errors that the margin is taken from.
 _MARGIN_OF = 40
-# Of the window at least so many are predictions like one for which the margin is asked.
+# Of the window at least this number are predictions like one for which the margin is asked.
 _ALIKE_MIN = 8
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
 

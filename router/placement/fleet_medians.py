@@ -29,7 +29,7 @@ class FleetMedians(Generic[Key, Found]):
         made: Callable[[Medians], Found],
     ) -> None:
         self.kept: Found | None = None
-        """What was made of the medians; None: not computed (``fit``)."""
+        """Result that was made of the medians; None: not computed (``fit``)."""
         self._columns = columns
         self._read = read
         self._made = made

@@ -149,7 +149,7 @@ def test_a_killed_process_never_runs_again() -> None:
     assert run_with(main)
 
 
-def test_what_a_killed_process_has_open_is_not_closed_when_the_world_ends() -> None:
+def test_files_of_a_killed_process_are_not_closed_when_the_world_ends() -> None:
     """Of asynchronous generators too: the router would give back its leases after its death, and those that
     wait meanwhile would complain in whichever test is the next."""
     released: list[str] = []

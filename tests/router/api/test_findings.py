@@ -141,7 +141,7 @@ def test_a_change_of_speed_is_shown_for_ten_minutes() -> None:
         ((96, 64), {"alignment": 36}, ("none: the whole prompt but its last tokens", 64)),
     ],
 )
-def test_what_ended_a_match_is_named(
+def test_the_end_of_a_match_is_named(
     classes: tuple[int, ...], more: dict[str, int], told: tuple[str, int] | None
 ) -> None:
     by_class = tuple(ClassHit(*one, {}) for one in zip(("full", "window"), classes, strict=False))

@@ -242,7 +242,7 @@ def test_a_shadow_stands_in_for_events() -> None:
 
 
 @pytest.mark.parametrize("rules_first", [False, True])
-def test_windows_are_told_of_events_as_long_as_they_are_followed(rules_first: bool) -> None:
+def test_windows_get_events_as_long_as_they_are_followed(rules_first: bool) -> None:
     """An engine's statement may be read before its model is known, or after, and may change."""
     one, fleet, scheme = engine(), FleetResidency(ModelFacts()), HashScheme(hash_block_size=16)
     specs = [parts_spec(PartPools(16_000, window_tokens=size), 16, 15) for size in (4000, 5000)]

@@ -122,7 +122,7 @@ def test_a_thousand_engines_that_join_at_once_are_asked_a_few_at_a_time(probes_m
     run(main())
 
 
-def test_an_outcome_is_told_at_once() -> None:
+def test_an_outcome_is_reported_at_once() -> None:
     async def main() -> None:
         world, entries = World(1), list[bytes]()
         world.probes.publish = GossipedInflight("a", 1, keeping(entries)).publish_probe

@@ -126,7 +126,7 @@ def test_a_change_of_speed_is_seen_within_twenty_first_tokens(seed: int, slower:
 
 
 @pytest.mark.parametrize("slower", [0.5, 2.0, 3.0])
-def test_what_is_left_of_a_running_step_does_not_exaggerate_a_change(slower: float) -> None:
+def test_the_rest_of_a_running_step_does_not_exaggerate_a_change(slower: float) -> None:
     rng, book = random.Random(5), Book()
     for i in range(230):
         factor, tokens = 1.0 if i < 200 else slower, rng.randint(100, 1000)
