@@ -185,8 +185,7 @@ class BoundaryPolicy:
         self._pass_by(self._made)
         for node in reversed(self._named):
             node.pending = False
-            if not (node.keys or node.children):
-                self._prune(node)
+            self._prune(node)
         self._settle(self._named)
         self._placed, self._made, self._named = {}, [], {}
 
@@ -337,8 +336,6 @@ class BoundaryPolicy:
                 self._passed[node] = None
 
     def _prune(self, node: Node) -> None:
-        if node.keys or node.children or node.pending:
-            return
         dropped, parent = self.tree.prune(node)
         for gone in dropped:
             self._passed.pop(gone, None)

@@ -256,7 +256,6 @@ class StoreTier:
         self._epoch += 1
         for key in list(self._answers):
             self._drop(key)
-        self._quarantine.clear()
         self._open.clear()
         self._late.clear()
         log.warning(

@@ -12,18 +12,22 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from kvatlas.publisher.simulator.server import SimulatedEngine
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.__main__ import run
 from kvatlas.router.app import Router
 from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.observe.receipts import Leg
+from kvatlas.router.replication.settings import IndexSettings
+from kvatlas.router.simulation.demo import run as demo_run
 from kvatlas.router.simulation.demo.gateway import find_envoy, gateway_process
 from kvatlas.router.simulation.demo.run import KvConnector, apart
 from kvatlas.router.simulation.demo.store import find_server
@@ -226,6 +230,40 @@ def test_a_tally_of_nothing_and_of_something() -> None:
     assert tally.hit_share == 0.25
     assert (tally.ttft_ms(0.5), tally.ttft_ms(0.99), tally.ttft_ms(1.0)) == (50.0, 99.0, 100.0)
     assert tally.as_json()["requests"] == 101
+
+
+@pytest.mark.parametrize("connector", [None, "nixl"])
+async def test_load_router_and_engines_in_one_process(
+    connector: KvConnector | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As JSON without roles, as text with two."""
+    monkeypatch.setattr(demo_run, "_USERS_PER_ENGINE", 3)
+    settings, routed = apart(demo_run.ENGINE, 2, connector)
+    as_json = connector is None
+    async with AsyncExitStack() as stack:
+        fleet = []
+        for each in settings:
+            engine = SimulatedEngine(each)
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            fleet.append(EngineAddress(engine.base_url, role=each.role))
+        config = demo_run._config(tuple(fleet), 0, IndexSettings(), "demo-1", 0, routed)
+        told = await demo_run._run([config], "", seconds=2.5, as_json=as_json, keep=False)
+    assert told is not None
+    again = told["baseline"]
+    assert told["errors"] == again["errors"] == 0
+    assert told["requests"] == again["requests"] >= 6
+    assert told["prompt_tokens"] == again["prompt_tokens"] > 1000 * told["requests"]
+    assert 0 < told["predicted_exact"] <= told["predicted_total"] <= told["requests"]
+    assert 0 < told["ttft_p50_ms"] <= told["ttft_p99_ms"] < 10_000
+    lines = capsys.readouterr().out.splitlines()
+    if as_json:
+        assert [json.loads(line) for line in lines if line.startswith("{")] == [told]
+    else:
+        assert told["apart"]["split"] + told["apart"]["whole"] == told["requests"]
+        rows = [line.split() for line in lines if line.startswith("127.0.0.1:")]
+        assert [row[1] for row in rows] == ["prefill", "decode"]
+        assert any(line.startswith("In a browser: http://127.0.0.1:") for line in lines)
 
 
 async def test_the_table_shows_engines_their_halves_and_who_follows_them() -> None:
