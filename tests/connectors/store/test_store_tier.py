@@ -284,8 +284,8 @@ def test_keys_in_quarantine_are_bounded(rigs: Any) -> None:
     rig = rigs(settings=dataclasses.replace(SETTINGS, answers_max=3))
     keys = [key(i) for i in range(4)]
     rig.write(*keys)
-    assert rig.ask(*keys) == set(keys)
     for one in (keys[0], *keys):
+        assert rig.ask(one) == {one}
         rig.tier.begin_load([one])
     for at in (0, 1, 2, 0, 3):
         rig.tier.end_load(keys[at], ok=False)

@@ -68,13 +68,15 @@ async def test_samples_asked_for_by_name_are_those_of_the_whole_page() -> None:
 
 
 async def test_the_engine_describes_itself() -> None:
-    async with engine(model="some/model", max_model_len=2048) as running:
+    async with engine(model="some/model", max_model_len=2048, groups="gptoss-like") as running:
         status, models = await request(running, "GET", "/v1/models")
         assert status == 200
         assert [(card["id"], card["max_model_len"]) for card in models["data"]] == [("some/model", 2048)]
         assert await request(running, "GET", "/health") == (200, "")
         _, version = await request(running, "GET", "/version")
         assert version["version"].startswith("0.32.0")
+        _, page = await request(running, "GET", "/metrics")
+        assert ' block_size="16"' in page.replace(",", " ").replace("{", " ")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -414,6 +414,15 @@ async def test_a_decode_leg_that_is_refused_lets_the_blocks_go(refused: dict[str
         assert await metric(pair.prefill, "nixl_num_kv_expired_reqs_total") is None
 
 
+async def test_a_release_that_does_not_arrive_is_counted() -> None:
+    async with split() as pair:
+        params = (await pair.leg())["kv_transfer_params"]
+        pair.prefill.die()
+        assert (await pair.answer(params, max_tokens=-1))[0] == 400
+        stats = pair.decode.connector.stats
+        await until(lambda: (stats.failed_notifications, stats.failed_transfers) == (1, 1))
+
+
 async def test_a_client_that_leaves_the_decode_leg_before_its_turn_lets_the_blocks_go() -> None:
     async with split(decode={"max_num_seqs": 1, "decode_s_per_token": 0.01}) as pair:
         blocking = asyncio.create_task(completion(pair.decode, prompt=[9] * 40, max_tokens=5000))

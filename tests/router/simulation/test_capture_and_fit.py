@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from array import array
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ def drawn(
 def test_a_capture_is_distinguished_from_a_trace(tmp_path: Path) -> None:
     assert is_capture(write_lines(tmp_path / "a.jsonl", captured()))
     assert not is_capture(write_lines(tmp_path / "b.jsonl", line()))
+    (tmp_path / "c.json").write_text(json.dumps({"id": "a session", "requests": []}, indent=1))
+    assert not is_capture(tmp_path / "c.json")
 
 
 def test_a_capture_that_was_turned_over_is_read_whole_and_in_order(tmp_path: Path) -> None:

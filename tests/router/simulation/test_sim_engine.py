@@ -115,6 +115,14 @@ def test_a_resend_finds_what_was_computed() -> None:
     assert again.first_token_s - again.started_s == pytest.approx(0.064)
 
 
+def test_a_state_is_found_after_the_step_that_stored_it() -> None:
+    states = GroupSpec(1, "mamba", 64, mamba_cache_mode="align")
+    bench = Bench(num_blocks=400, groups=(*FULL, states))
+    first, again = bench.run([request(0, 640, 200, 1), request(1, 640, 2, 1)])
+    assert (first.hit, again.hit) == (0, 576)
+    assert again.ended_s < first.ended_s
+
+
 def test_at_most_seqs_max_are_on_the_engine() -> None:
     bench = Bench(num_blocks=400)
     runs = bench.run([request(0, 64, 500, 10 * index) for index in range(6)])
