@@ -37,6 +37,10 @@ class Adopt(msgspec.Struct, frozen=True, gc=False):
     """Adopt the staged snapshot: it is everything the engine held at the snapshot's cut."""
 
 
+class Reconnect(msgspec.Struct, frozen=True, gc=False):
+    """Connect the live socket again: its connection is that to a process which has ended."""
+
+
 class StateChanged(msgspec.Struct, frozen=True, gc=False):
     """The feed's state, or the reason for it, has changed."""
 
@@ -44,4 +48,4 @@ class StateChanged(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Action = Apply | Forget | RequestReplay | RequestSnapshot | Adopt | StateChanged
+Action = Apply | Forget | RequestReplay | RequestSnapshot | Adopt | Reconnect | StateChanged

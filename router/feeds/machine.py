@@ -207,6 +207,7 @@ class FeedMachine:
         recovery.heard_at, recovery.late_at = now, now + SUBSCRIBED_S
         recovery.snapshots.reset()
         recovery.heard_id = None
+        recovery.settled = False
         if self._position.next_seq > 0:
             if recovery.has_replay:
                 recovery.start(now, RepairKind.CHECK)
@@ -250,6 +251,8 @@ class FeedMachine:
     def _ahead(self, now: float, frame: Frame) -> None:
         recovery = self._recovery
         position, repair = self._position, recovery.repair
+        if frame.seq > position.next_seq or (repair is not None and repair.holds):
+            recovery.settled = False  # the connection brings batches; whose, a repair shows
         if repair is not None and repair.holds:
             position.hold(frame)
             if repair.kind is not RepairKind.CHECK:

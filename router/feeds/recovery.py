@@ -10,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from kvatlas.router.feeds.actions import Action, RequestReplay, RequestSnapshot
+from kvatlas.router.feeds.actions import Action, Reconnect, RequestReplay, RequestSnapshot
 from kvatlas.router.feeds.base import FeedSettings, FeedStats
 from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.position import NOWHERE, HeldBatches, Position
@@ -75,6 +75,9 @@ REPLAY_ATTEMPTS_MAX = 3
 RESTART_PAUSE_S = 1.0
 """No engine restarts twice within it: two of them publish at one address, each of their batches looks like a
 restart, and neither must be asked for its whole history for every batch of the other."""
+RECONNECT_PAUSE_S = 30.0
+"""As long as keepalive may take to end a connection: behind an address of two engines, of which one publishes
+and the other replays, it would not help to connect more often."""
 SUBSCRIBED_S = 1.0
 """Seconds from a connection until its subscription is in effect. libzmq's PUB reads it with its next message,
 and of a burst only some time into it (``max_command_delay``): what it sends before is lost, and behind
@@ -183,8 +186,10 @@ class Recovery:
         self.stale = False
         # When to ask what was published before the subscription of this connection was in effect.
         self.late_at: float | None = None
+        # The process behind this connection was the followed one, and no batch has cast doubt on it.
+        self.settled = False
         self._request_id = 0
-        self._restarted_at = float("-inf")
+        self._restarted_at = self._reconnected_at = float("-inf")
 
     def answered(self, request_id: int) -> Repair | None:
         """Return the repair in progress if this request belongs to it."""
@@ -238,6 +243,7 @@ class Recovery:
         """End the repair in progress, which made the feed complete."""
         self.repair = None
         self.stale = self.unverified = False
+        self.settled = True
         self.heard_at = now
         self.trust.worked()
 
@@ -318,6 +324,14 @@ class Recovery:
             position.drain()
         if position.next_seq == 0:
             self.start_history(now, RESTART_PAUSE_S if again else 0.0)
+
+    def replaced(self, now: float) -> None:
+        """Handle a new process that an answer shows. A connection that was the old one's, and has brought
+        nothing since, is half open, as after a loss of power."""
+        self.restart(now, None)
+        if self.settled and now - self._reconnected_at >= RECONNECT_PAUSE_S:
+            self.settled, self._reconnected_at = False, now
+            self.out.append(Reconnect())
 
     def forget(self) -> None:
         """Drop all state of the engine and of its publisher."""

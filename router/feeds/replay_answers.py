@@ -24,7 +24,7 @@ class ReplayAnswers:
             return
         repair.saw(frame.seq)
         if self._position.is_foreign(frame):
-            self._recovery.restart(now, None)
+            self._recovery.replaced(now)
         elif repair.kind is not RepairKind.RESYNC:
             self._take(now, repair, frame)
         elif frame.seq == 0:
@@ -62,7 +62,7 @@ class ReplayAnswers:
         if frame.seq < position.next_seq:
             known = position.recent.digest(frame.seq)
             if known is not None and known != frame.digest:
-                recovery.restart(now, None)
+                recovery.replaced(now)
             elif known is not None and not repair.anchored:
                 self._anchored(now, repair)
             return
@@ -95,7 +95,7 @@ class ReplayAnswers:
         if not repair.anchored and repair.kind is RepairKind.CHECK:
             # The engine's oldest batch is newer than our last, or its newest older: not proven to be the
             # followed process. Start again with everything it still has.
-            recovery.restart(now, None)
+            recovery.replaced(now)
             return
         if not repair.anchored and repair.kind is RepairKind.LATE:
             position.drop_held()
@@ -112,8 +112,8 @@ class ReplayAnswers:
     def _roll_past(self, now: float, repair: Repair) -> None:
         """Continue from the publisher's first buffered batch: its buffer begins after what we need."""
         position, recovery = self._position, self._recovery
-        if repair.kind is RepairKind.CHECK:
-            recovery.restart(now, None)
+        if not repair.anchored and repair.kind in {RepairKind.CHECK, RepairKind.LATE}:
+            recovery.replaced(now)
             return
         repair.anchored = True
         lowest = position.held.lowest()

@@ -24,6 +24,7 @@ from kvatlas.router.feeds.actions import (
     Adopt,
     Apply,
     Forget,
+    Reconnect,
     RequestReplay,
     RequestSnapshot,
     StateChanged,
@@ -310,6 +311,8 @@ class Feed:
                 self._request(action, self._take_snapshot(action, self._snapshots))
             case Adopt():
                 self._sink.adopt(self.engine_id)
+            case Reconnect():
+                self.reconnect()
             case StateChanged():
                 if (action.state, action.reason) == self._machine.announced:
                     self.stats.state, self.stats.reason = action.state, action.reason

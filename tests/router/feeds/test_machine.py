@@ -6,12 +6,17 @@ import msgspec
 import pytest
 
 from kvatlas.publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
-from kvatlas.router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
+from kvatlas.router.feeds.actions import Action, Apply, Forget, Reconnect, RequestReplay, StateChanged
 from kvatlas.router.feeds.base import FeedSettings, FeedState, FeedStats
 from kvatlas.router.feeds.frames import UNNUMBERED, Frame
 from kvatlas.router.feeds.machine import FeedMachine
 from kvatlas.router.feeds.position import HeldBatches, expected_share
-from kvatlas.router.feeds.recovery import REPLAY_ATTEMPTS_MAX, RESTART_PAUSE_S, SUBSCRIBED_S
+from kvatlas.router.feeds.recovery import (
+    RECONNECT_PAUSE_S,
+    REPLAY_ATTEMPTS_MAX,
+    RESTART_PAUSE_S,
+    SUBSCRIBED_S,
+)
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
@@ -25,7 +30,7 @@ class Driver:
         self.machine = FeedMachine(settings, self.stats, has_replay=has_replay)
         self.now = 0.0
         self.applied: list[float] = []
-        self.forgets = 0
+        self.forgets = self.reconnects = 0
         self.requests: list[RequestReplay] = []
         self.states: list[tuple[FeedState, str]] = []
         self.machine.changed = self._changed
@@ -45,6 +50,8 @@ class Driver:
                     self.forgets += 1
                 case RequestReplay():
                     self.requests.append(action)
+                case Reconnect():
+                    self.reconnects += 1
                 case StateChanged():
                     self.states.append((action.state, action.reason))
 
@@ -606,11 +613,52 @@ def test_a_suspect_process_is_checked_by_replay() -> None:
     assert not empty.stats.unconfirmed  # there is nothing to count on
 
 
+@pytest.mark.parametrize("answer", [[], frames(50, 60), frames(0, 3, 1)], ids=["empty", "ahead", "other"])
+@pytest.mark.parametrize("asks", ["suspect", "late", "silent"])
+def test_a_connection_to_a_process_that_an_answer_shows_to_have_ended_is_made_again(
+    asks: str, answer: list[Frame]
+) -> None:
+    """It is half open: the machine lost power, and nothing tells when the new process started."""
+    driver = ready()
+    if asks == "suspect":
+        driver.suspect()
+    elif asks == "late":
+        driver.tick(SUBSCRIBED_S)
+    else:
+        driver.do(driver.machine.computed(driver.now + 1.0, 0.5))
+        driver.tick(SETTINGS.stale_after_s + 1.0)
+    driver.replay(*answer)
+    if driver.stats.restarts == 0:  # after the second look, a check
+        driver.replay(*answer)
+    assert driver.reconnects == 1
+    driver.disconnected()
+    driver.connected()
+    driver.replay(*frames(0, 3, 1))
+    assert (driver.state, driver.reconnects) == ((FeedState.READY, ""), 1)
+
+    # Where one engine publishes at the address and another replays, it is not made again and again.
+    driver.suspect()
+    driver.replay()
+    driver.replay(*frames(0, 3))
+    assert (driver.stats.restarts, driver.reconnects) == (2, 1)
+    driver.tick(RECONNECT_PAUSE_S)
+    driver.suspect()
+    driver.replay()
+    assert (driver.stats.restarts, driver.reconnects) == (3, 2)
+
+
+def test_a_connection_that_has_brought_the_new_process_is_kept() -> None:
+    driver = ready()
+    driver.live(frame(4, process=1))
+    driver.replay(*frames(2, 5, 1))
+    assert (driver.stats.restarts, driver.reconnects) == (1, 0)
+
+
 @pytest.mark.parametrize("answer", [[], frames(50, 60)], ids=["behind", "far ahead"])
 def test_a_reconnect_to_a_process_that_does_not_have_our_last_batch_is_a_restart(answer: list[Frame]) -> None:
     driver = reconnected()
     driver.replay(*answer)
-    assert (driver.forgets, driver.stats.restarts) == (1, 1)
+    assert (driver.forgets, driver.stats.restarts, driver.reconnects) == (1, 1, 0)
     assert driver.requests[-1].from_seq == 0
 
 
