@@ -69,7 +69,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def place(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> tuple[list[Node], list[Node]]:
-        """Node of each key of ``chain``, and the nodes made or linked for it, from the root down.
+        """Node of each key of ``chain``, and the nodes made or linked on its path, from the root down.
 
         New nodes have no keys: ``add`` keys to them, then ``prune`` those without any.
         """
@@ -87,7 +87,6 @@ class PrefixTree:
                 node = self._nodes.get(h)
             if node is None:
                 node = self._nodes[h] = Node(h, loose=True)
-                made.append(node)
             nodes[h] = node
         return [nodes[h] for h in hashes], made
 

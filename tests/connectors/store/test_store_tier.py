@@ -249,6 +249,9 @@ def test_answers_kept_are_bounded(rigs: Any) -> None:
     for start in range(0, 1000, 50):
         rig.ask(*[key(i) for i in range(start, start + 50)])
     assert list(rig.tier._answers) == [key(i) for i in range(900, 1000)]
+    rig.store_done(key(900))
+    rig.ask(key(1000))
+    assert list(rig.tier._answers) == [*(key(i) for i in range(902, 1000)), key(900), key(1000)]
 
 
 def test_a_key_whose_load_failed_is_not_held_until_stored_again(rigs: Any) -> None:
@@ -344,6 +347,20 @@ def test_after_a_reset_nothing_from_before_is_ever_held(rigs: Any) -> None:
     rig.write(again, epoch=1)
     rig.tier.end_store(again, ok=True)
     assert rig.ask(key(2)) == {key(2)}
+
+
+def test_a_late_answer_from_before_a_reset_is_none_after_it(rigs: Any) -> None:
+    rig = rigs()
+    rig.store.gate = threading.Event()
+    rig.write(key(1))
+    assert rig.tier.held("r", [key(1)]) is None
+    query = rig.tier._open["r"].query
+    rig.clock.now += SETTINGS.lookup_deadline_s
+    assert rig.tier.held("r", [key(1)]) == frozenset()
+    assert rig.tier.reset()
+    rig.store.gate.set()
+    assert query.done.wait(HANG_S)
+    assert rig.ask(key(1)) == frozenset()
 
 
 def test_ending_what_was_not_begun_is_an_error(rigs: Any) -> None:

@@ -147,6 +147,14 @@ def test_states_past_which_the_prompt_went_are_spare() -> None:
     assert missing(tier, keys("abcd", FULL, STATE)) == keys("ab", STATE)
 
 
+def test_of_an_end_the_tail_goes_before_its_full_block() -> None:
+    tier = boundary_tier(4, (SHAPES[0], SHAPES[2]))
+    store(tier, "ab", FULL, STATE)
+    for other, gone in (("x", "a"), ("y", "ab")):
+        store(tier, other, FULL)
+        assert missing(tier, keys("ab", FULL, STATE)) == keys(gone, STATE)
+
+
 def test_a_boundary_loaded_twice_keeps_its_tail() -> None:
     tier = boundary_tier(8, (SHAPES[0], SHAPES[2]))
     store(tier, "abcd", FULL, STATE)
