@@ -76,6 +76,7 @@ EXTRA_TESTS = {
         "retention_hints",
         "concurrency",
         "router/proxy/test_leaving_streams.py",
+        "router/proxy/test_continued_streams.py",
     ],
     "router/proxy": [
         "moved_requests",

@@ -186,6 +186,17 @@ def test_a_hit_inside_a_block_waits_for_room_for_its_copy(fresh: int, blocks: in
     assert (fits, 5 + fits.index(True)) == (sorted(fits), blocks)
 
 
+def test_without_room_for_the_copy_of_a_block_nothing_is_computed() -> None:
+    pool = make_pool(full(0, 64), mamba(1, "align", 64), hash_block=16)
+    run(pool, PROMPT[:100])
+    sibling = pool.request([*PROMPT[:97], 1, 2, 3])
+    assert pool.start(sibling) == 96
+    taken = pool._store.take(pool.num_free_blocks - 1)
+    assert not pool.compute(sibling, 4)
+    pool._store.free(taken[:1])
+    assert pool.compute(sibling, 4)
+
+
 @pytest.mark.parametrize(
     ("group", "quiet_to"), [(full(0), 175), (window(0, 40), 167), (window(0, 49), 175), (chunked(0, 56), 168)]
 )

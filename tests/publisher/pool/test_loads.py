@@ -104,6 +104,13 @@ def test_a_load_leaves_what_others_need() -> None:
     assert engine.pool.start(loading, reach=engine.tier.reach, reserved_blocks=15) == 0
 
 
+def test_blocks_used_last_leave_host_memory_last() -> None:
+    tier = HostTier(make_pool(full(0)).layout, 2)
+    tier.store([(0, 1), (0, 2)])
+    tier.use([(0, 2)])
+    assert tier.store([(0, 3)]) == ([(0, 3)], [(0, 1)])
+
+
 @settings(max_examples=examples(60))
 @given(st.sampled_from(MIXES), st.integers(0, 10_000), st.sampled_from([60, 10_000]))
 def test_the_books_stay_right_in_any_order(

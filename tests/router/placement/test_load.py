@@ -244,6 +244,16 @@ def test_prompts_assumed_begun_wait_again_where_the_gauges_say_so() -> None:
     assert not load.check_integrity()
 
 
+def test_loads_of_prompts_that_wait_again_count_again() -> None:
+    load = account()
+    for _ in range(3):
+        load.admit(uncached_tokens=1000, now=0.0, load_s=0.5)
+    assert load.current(60.0).queue_s == 0
+    load.report(running=0, waiting=3, now=60.0)
+    assert load.current(60.0).queue_s == pytest.approx(3 * 1.5)
+    assert not load.check_integrity()
+
+
 def test_old_gauges_let_no_request_wait() -> None:
     load, _ = waiting_for_pages()
     load.report(running=12, waiting=3, now=0.0)
