@@ -253,7 +253,8 @@ class FirstTokenModel:
         if not ahead:
             return 0.0, prefill_s, engine_s + step_s * work.waits
         queue_s = _expected_s(parts, work) - prefill_s - engine_s
-        return (queue_s if queue_s > 0.0 else 0.0) + work.ahead_load_s, prefill_s, engine_s  # noqa: FURB136
+        # Rounding is no wait: it would decide whether a request is refused (``late_first_token``).
+        return (queue_s if queue_s > 1e-9 else 0.0) + work.ahead_load_s, prefill_s, engine_s
 
     def probed(self, timed: Sequence[tuple[int, float]]) -> None:
         """Take the answers to its probe (``probed_parts``) as the guess that it begins with, if no first

@@ -139,6 +139,22 @@ def test_the_rest_of_a_running_step_does_not_exaggerate_a_change(slower: float) 
     assert book["e"].change.factor == pytest.approx(slower, rel=0.1)
 
 
+def test_rounding_is_no_queue() -> None:
+    """Of a step that must be over by now nothing is left."""
+    rng, model = random.Random(1), taught(3)
+    for _ in range(200):
+        ahead = rng.randint(1, 8000)
+        work = FirstTokenWork(
+            rng.randint(1, 8000),
+            ahead_tokens=ahead,
+            waits=1.0,
+            begun_s=1e3,
+            batch_tokens=ahead,
+            running=rng.randint(0, 9),
+        )
+        assert model.seconds(work)[0] == 0.0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_is_no_change_of_speed(seed: int) -> None:
     assert taught(seed, samples=2000).changes == 0
