@@ -152,7 +152,8 @@ class SimEngine:
         elif self._steps > 1:
             steps = max(1, math.ceil((now - self._began_s) / self._each_s - _ROUNDING))
             self._steps = min(self._steps, steps)
-            self._ends_s = self._began_s + self._steps * self._each_s
+            # By rounding that may be before ``now``: no request is scheduled before it arrives.
+            self._ends_s = max(now, self._began_s + self._steps * self._each_s)
 
     def _begin_step(self, now: float) -> None:
         """Choose the next step, or the next ones if they only generate; none if nothing can run."""

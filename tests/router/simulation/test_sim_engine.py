@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.publisher.groups import GroupSpec
@@ -27,8 +27,20 @@ def requests_of(drawn: Drawn) -> list[Request]:
     return sorted(made, key=lambda one: one.at_s)
 
 
+# Its last request comes where a step ends, by rounding just before that.
+_AT_AN_END: Drawn = [
+    (0.0, 1, 0, 0),
+    (0.0, 1, 137, 0),
+    (0.0, 186, 0, 1),
+    (0.0, 1275, 0, 0),
+    (0.0, 227, 0, 0),
+    (3.0, 1, 0, 0),
+]
+
+
 @settings(max_examples=examples(60))
 @given(arrivals, st.sampled_from([12, 24, 40, 400]), st.sampled_from([FULL, HYBRID]))
+@example(_AT_AN_END, 40, HYBRID)
 def test_every_request_ends_once_and_the_pool_is_whole(
     drawn: Drawn, num_blocks: int, groups: tuple[GroupSpec, ...]
 ) -> None:
