@@ -146,7 +146,7 @@ async def test_tokens_are_counted_once_however_the_pieces_come(together: int, re
     pieces = [b"".join(events[at : at + together]) for at in range(0, 6, together)]
     connection.data_received(chunk(pieces[0]))
     counted: list[int] = []
-    relay._attempt.streamed = counted.append  # type: ignore[method-assign]
+    relay._attempt.streamed = counted.append  # type: ignore[method-assign, assignment]
     task = asyncio.ensure_future(_passed(relay))
     for piece in (*map(chunk, pieces[1:]), *rest):
         await asyncio.sleep(0)
