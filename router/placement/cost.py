@@ -56,7 +56,6 @@ from kvatlas.router.placement.fleet_values import Candidates, Floats, Places, co
 TIE_S = 0.001
 # No prompt is put off for more than this, for others' sake (docs/decisions/050-what-a-prefill-delays.md).
 DELAY_MAX_S = 60.0
-# Numpy takes an array without dimensions in half the time of a float.
 _DELAY_MAX_S: Final[Floats] = np.array(DELAY_MAX_S)
 # A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes.
 COLD_FRACTION = 0.1

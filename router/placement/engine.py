@@ -550,10 +550,11 @@ class Engine(EngineStatus):
     def _listen(self) -> None:
         """Have the events of its pool told to the forecast, and to windows or states where it has them."""
         if self.residency is not None:
-            told = PoolListener(self.evictions.stored, self.evictions.removed, self.evictions.clear)
-            if self.parts is not None:
-                told = PoolListener(self._stored, self._removed, self._cleared)
-            self.residency.writer.pool = told
+            self.residency.writer.pool = (
+                PoolListener(self.evictions.stored, self.evictions.removed, self.evictions.clear)
+                if self.parts is None
+                else PoolListener(self._stored, self._removed, self._cleared)
+            )
 
     def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
         self.evictions.stored(hashes, parent)

@@ -8,6 +8,7 @@ most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from itertools import islice
 from statistics import median
@@ -91,7 +92,7 @@ class SloStats(msgspec.Struct):
 class FirstTokenErrors:
     """Predictions of one engine compared with measured first tokens."""
 
-    __slots__ = ("_latest", "_margin_s", "_refresh_in", "accurate", "by_model", "outcomes")
+    __slots__ = ("_latest", "_margin_s", "_ranked", "_refresh_in", "accurate", "by_model", "outcomes")
 
     def __init__(self) -> None:
         self.by_model: dict[str, Histogram] = {}
@@ -102,6 +103,9 @@ class FirstTokenErrors:
         self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._margin_s: float | None = None
         self._refresh_in = 0
+        # Errors with their predictions, and predictions, both ascending; None until ``margin_of`` is called,
+        # which refusals by service level do.
+        self._ranked: tuple[list[tuple[float, float]], list[float]] | None = None
 
     def add(self, model: str, predicted_s: float, measured_s: float) -> None:
         """Count one first token."""
@@ -113,11 +117,18 @@ class FirstTokenErrors:
         histogram.observe(error_s)
         outcome = _outcome(predicted_s, error_s)
         self.outcomes[outcome] += 1
+        ranked = self._ranked
         if len(self._latest) == WINDOW:
             before_s, real_s = self._latest[0]
             self.accurate -= _outcome(before_s, real_s - before_s) == "accurate"
+            if ranked is not None:
+                del ranked[0][bisect_left(ranked[0], (real_s - before_s, before_s))]
+                del ranked[1][bisect_left(ranked[1], before_s)]
         self.accurate += outcome == "accurate"
         self._latest.append((predicted_s, measured_s))
+        if ranked is not None:
+            insort(ranked[0], (error_s, predicted_s))
+            insort(ranked[1], predicted_s)
         self._refresh_in -= 1
 
     @property
@@ -131,14 +142,24 @@ class FirstTokenErrors:
         if self._refresh_in <= 0 and self._latest:
             # Errors from before a change of speed, or of load, say nothing of the next one.
             latest = islice(reversed(self._latest), _MARGIN_OF)
-            self._margin_s = _margin_s(sorted([measured - predicted for predicted, measured in latest]))
+            errors = sorted([measured - predicted for predicted, measured in latest])
+            self._margin_s = max(0.0, errors[_at_margin(len(errors))])
             self._refresh_in = _REFRESH_EVERY
         return self._margin_s
 
     def margin_of(self, predicted_s: float) -> float | None:
         """The margin of predictions like this one: long waits err by more than most first tokens do."""
-        errors = sorted([real_s - found_s for found_s, real_s in self._latest if 2 * found_s >= predicted_s])
-        return _margin_s(errors) if len(errors) >= _ALIKE_MIN else self.margin_s
+        if self._ranked is None:
+            errors = sorted([(real_s - found_s, found_s) for found_s, real_s in self._latest])
+            self._ranked = errors, sorted([found_s for found_s, _ in self._latest])
+        errors, predictions = self._ranked
+        like_s = predicted_s / 2
+        alike = len(predictions) - bisect_left(predictions, like_s)
+        if alike < _ALIKE_MIN:
+            return self.margin_s
+        above = alike - 1 - _at_margin(alike)
+        found = (error_s for error_s, found_s in reversed(errors) if found_s >= like_s)
+        return max(0.0, next(islice(found, above, None)))
 
     def summary(self, *, guessed: bool = False) -> FirstTokenSummary:
         """Summarize the window."""
@@ -154,8 +175,8 @@ class FirstTokenErrors:
         )
 
 
-def _margin_s(errors: list[float]) -> float:
-    return max(0.0, errors[int(MARGIN_QUANTILE * (len(errors) - 1))])
+def _at_margin(count: int) -> int:
+    return int(MARGIN_QUANTILE * (count - 1))
 
 
 def _outcome(predicted_s: float, error_s: float) -> str:

@@ -31,7 +31,6 @@ from kvatlas.router.placement.others import NO_OTHERS, OthersLoad
 
 _READY = FeedState.READY
 _NO_ROOMS: dict[int, float] = {}
-# Numpy takes an array without dimensions in half the time of a float.
 _NONE_S: Final[Floats] = np.array(0.0)
 # Sets of engines with equal hits whose positions are kept.
 _SETS_MAX = 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from kvatlas.router.placement.first_token import (
     HOLDS_S,
     HOLDS_SHARE,
+    MARGIN_QUANTILE,
     MODELS_MAX,
     OTHER,
     WINDOW,
@@ -81,6 +84,19 @@ def test_models_of_an_engine_beyond_the_bound_share_a_histogram() -> None:
         errors.add(f"adapter-{number}", 1.0, 1.0)
     assert len(errors.by_model) == MODELS_MAX + 1
     assert sum(errors.by_model[OTHER].counts) == 2 * MODELS_MAX
+
+
+@pytest.mark.parametrize("asked_from", [0, 250])
+def test_the_margin_is_that_of_the_alike_errors_sorted(asked_from: int) -> None:
+    draw, errors, pairs = random.Random(7), FirstTokenErrors(), []
+    for at in range(300):
+        told_s = draw.expovariate(1.0)
+        pairs.append((told_s, told_s + draw.gauss(0.0, 0.3)))
+        errors.add("m", *pairs[-1])
+        if at >= asked_from:
+            alike = sorted(real - told for told, real in pairs[-WINDOW:] if 2 * told >= told_s)
+            expected = max(0.0, alike[int(MARGIN_QUANTILE * (len(alike) - 1))])
+            assert errors.margin_of(told_s) == (expected if len(alike) >= 8 else errors.margin_s)
 
 
 @settings(max_examples=examples(200))
