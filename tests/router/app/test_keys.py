@@ -334,12 +334,13 @@ async def test_a_tenant_reaches_no_adapter_past_its_models(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o604])
-def test_a_secret_that_everybody_can_read_is_named_in_the_log(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_everybody_can_read_is_named_in_the_log_once(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "isolate.secret"
     path.write_text("s" * 32)
     path.chmod(mode)
     with structlog.testing.capture_logs() as logs:
-        read_secret(path, "keys.isolate_secret_file")
+        for _ in range(2):
+            read_secret(path, "keys.isolate_secret_file")
     assert [(line["setting"], line["remedy"]) for line in logs] == (
         [("keys.isolate_secret_file", f"chmod 600 {path}")] if mode & 0o004 else []
     )
