@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import zmq
 
 from kvatlas.publisher.events import DecodedBatch
+from kvatlas.publisher.zmq_publisher import ZmqPublisher
 from kvatlas.router.feeds.base import FeedSettings, FeedSink
 from kvatlas.router.feeds.subscriber import Feed
 
@@ -73,3 +74,19 @@ async def following(
                 yield feed
             finally:
                 feed.close()
+
+
+@asynccontextmanager
+async def followed(
+    context: zmq.Context, sink: FeedSink, history: Iterable[bytes] = ()
+) -> AsyncIterator[tuple[ZmqPublisher, Feed]]:
+    """A publisher with a replay socket that has published these payloads, and a running feed of it."""
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
+    publisher.start()
+    for payload in history:
+        publisher.publish_payload(payload)
+    try:
+        async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+            yield publisher, feed
+    finally:
+        publisher.close()

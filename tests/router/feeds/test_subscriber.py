@@ -20,7 +20,7 @@ from kvatlas.publisher.events import (
 from kvatlas.publisher.zmq_publisher import END_SEQ, ZmqPublisher
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.frames import REASONS
-from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
+from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, followed, following
 from tests.support.waiting import until
 
 
@@ -31,6 +31,10 @@ def batch(number: int) -> bytes:
 def publish(publisher: ZmqPublisher, count: int) -> None:
     for _ in range(count):
         publisher.publish_payload(batch(publisher.next_seq))
+
+
+def history(count: int) -> list[bytes]:
+    return [batch(number) for number in range(count)]
 
 
 def stamps(count: int) -> list[float]:
@@ -58,18 +62,13 @@ async def test_late_start_gets_history_by_replay_then_live(context: zmq.Context,
 async def test_an_engine_without_a_history_is_ready_by_its_answer(
     context: zmq.Context, sink: RecordingSink
 ) -> None:
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink) as (_, feed):
         await until(lambda: feed.state is FeedState.READY)
         assert (feed.stats.replays, feed.stats.replay_failures) == (1, 0)
-    publisher.close()
 
 
 async def test_a_gap_is_repaired_by_replay(context: zmq.Context, sink: RecordingSink) -> None:
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink) as (publisher, feed):
         await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
         while publisher.next_seq % 50:
             publish(publisher, 1)
@@ -82,7 +81,6 @@ async def test_a_gap_is_repaired_by_replay(context: zmq.Context, sink: Recording
         await until(lambda: feed.state is FeedState.READY)  # once the replay has ended
         assert feed.stats.gaps >= 1
         assert feed.stats.lost_batches == 0
-    publisher.close()
 
 
 async def test_restart_in_place_with_its_first_batches_unheard(
@@ -240,33 +238,24 @@ async def test_bad_events_cost_themselves_only(context: zmq.Context, sink: Recor
         7,
         None,
     ]
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.publish_payload(msgspec.msgpack.encode([1.0, events, 0]))
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink, [msgspec.msgpack.encode([1.0, events, 0])]) as (_, feed):
         await until(lambda: feed.state is FeedState.READY)
         assert sink.batches[0].events == [BlockRemoved([1], "GPU"), BlockRemoved([5], "GPU")]
         assert (feed.stats.events, feed.stats.rejected_events, feed.stats.unknown_events) == (2, 7, 1)
         assert feed.stats.malformed_frames == {}
-    publisher.close()
 
 
 async def test_an_unknown_type_is_logged_once(context: zmq.Context, sink: RecordingSink) -> None:
     """The number of types kept apart is bounded, whatever a publisher sends."""
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
     inactive = [{"type": "BlockInactive", "block_hashes": [number]} for number in range(3)]
-    for _ in range(2):
-        publisher.publish_payload(msgspec.msgpack.encode([1.0, inactive, 0]))
     many = [{"type": f"New{number}"} for number in range(40)]
-    publisher.publish_payload(msgspec.msgpack.encode([2.0, many, 0]))
-    publisher.start()
+    payloads = [msgspec.msgpack.encode([1.0, events, 0]) for events in (inactive, inactive, many)]
     with structlog.testing.capture_logs() as logs:
-        async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+        async with followed(context, sink, payloads) as (_, feed):
             await until(lambda: feed.state is FeedState.READY)
             assert (feed.stats.unknown_events, feed.stats.rejected_events) == (46, 0)
     types = [line["type"] for line in logs if line["event"] == "events of an unknown type are skipped"]
     assert types == ["BlockInactive", *(f"New{number}" for number in range(UNKNOWN_TYPES_MAX - 1))]
-    publisher.close()
 
 
 async def test_a_burst_is_worked_off_in_slices(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,14 +272,10 @@ async def test_a_burst_is_worked_off_in_slices(context: zmq.Context, monkeypatch
     turn = 0
     sink = SlowSink()
     sink.turns_seen = set()
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    publish(publisher, 3000)
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink):
+    async with followed(context, sink, history(3000)):
         while len(sink.batches) < 3000:
             turn += 1
             await asyncio.sleep(0)
-    publisher.close()
     assert len(sink.turns_seen) > 1000
 
 
@@ -305,14 +290,10 @@ async def test_a_sink_that_fails_degrades_the_feed_and_no_more(context: zmq.Cont
             super().apply(engine_id, batch)
 
     sink = FailingSink()
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    publish(publisher, 3)
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink, history(3)) as (_, feed):
         await until(lambda: sink.stamps == [0.0, 2.0])
         await until(lambda: (feed.state, feed.stats.reason) == (FeedState.DEGRADED, "sink_error"))
         assert feed.stats.sink_errors == sink.refused > 0  # the missing batch is fetched again and again
-    publisher.close()
 
 
 async def test_close_before_anything_was_heard_and_twice(sink: RecordingSink) -> None:
@@ -324,12 +305,8 @@ async def test_close_before_anything_was_heard_and_twice(sink: RecordingSink) ->
 
 
 async def test_cancelling_run_ends_it_without_leaks(context: zmq.Context, sink: RecordingSink) -> None:
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    publish(publisher, 5)
-
     async def follow() -> None:
-        async with following(publisher.endpoint, publisher.replay_endpoint, sink):
+        async with followed(context, sink, history(5)):
             await asyncio.Event().wait()
 
     task = asyncio.ensure_future(follow())
@@ -337,15 +314,12 @@ async def test_cancelling_run_ends_it_without_leaks(context: zmq.Context, sink: 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    publisher.close()
 
 
 async def test_a_large_batch_is_handed_on_in_pieces_in_order(
     context: zmq.Context, sink: RecordingSink
 ) -> None:
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink) as (publisher, feed):
         await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
         large = publisher.next_seq
         removed = [BlockRemoved([number], "GPU", 0) for number in range(1000)]
@@ -357,7 +331,6 @@ async def test_a_large_batch_is_handed_on_in_pieces_in_order(
         assert max(len(piece.events) for piece in pieces) <= 100
         assert feed.stats.batches == large + 2
         assert sink.stamps == sorted(sink.stamps)
-    publisher.close()
 
 
 async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
@@ -372,9 +345,7 @@ async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
         for number in range(100)
         for group in range(groups)
     ]
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink) as (publisher, feed):
         await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
         large = publisher.next_seq
         publisher.publish_payload(encode_batch(float(large), [*stored], 0))
@@ -382,15 +353,12 @@ async def test_no_piece_of_a_large_batch_divides_the_stores_of_one_request(
         pieces = [one.events for one in sink.batches if one.ts == large]
     assert len(pieces) > 3
     assert [len(piece) % groups for piece in pieces] == [0] * len(pieces)
-    publisher.close()
 
 
 async def test_a_feed_that_connects_again_asks_for_what_it_missed(
     context: zmq.Context, sink: RecordingSink
 ) -> None:
-    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
-    publisher.start()
-    async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
+    async with followed(context, sink) as (publisher, feed):
         await until(lambda: feed.stats.batches > 0, meanwhile=lambda: publish(publisher, 1))
         await until(lambda: feed.state is FeedState.READY and feed.stats.batches == publisher.next_seq)
         feed.reconnect()
@@ -403,4 +371,3 @@ async def test_a_feed_that_connects_again_asks_for_what_it_missed(
         assert feed.stats.lost_batches == 0
         assert sink.stamps == stamps(publisher.next_seq)
     feed.reconnect()  # has ended: nothing to connect
-    publisher.close()
