@@ -25,7 +25,7 @@ from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import BlockRemoved, BlockStored
 from tests.vllm.chat_load import Request
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import VllmEngine, side_by_side
 
 BLOCK_TOKENS = 32
 _EVENT_DEADLINE_MS = 60_000
@@ -122,11 +122,7 @@ def running(
     """Start the engines side by side, the router before them, and stop them all at the end. ``roles``: of the
     engines, in order; ``options`` are the router's."""
     with ExitStack() as stack:
-        for engine in engines:
-            stack.callback(engine.stop)
-            engine.start()
-        for engine in engines:
-            engine.wait_until_healthy()
+        stack.enter_context(side_by_side(engines))
         context = stack.enter_context(zmq.Context())
         taps = {engine.base_url: EventTap(context, engine, medium) for engine in engines}
         for tap in taps.values():

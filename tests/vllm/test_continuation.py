@@ -34,7 +34,7 @@ from kvatlas.router.proxy.kept_stream import KeptStream
 from tests.vllm.character_model import write_character_model
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.told_streams import ToldStream, told
-from tests.vllm.vllm_engine import VllmEngine, two_engines
+from tests.vllm.vllm_engine import VllmEngine, side_by_side, two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -80,15 +80,8 @@ def engines(
 ) -> Iterator[list[VllmEngine]]:
     logs = tmp_path_factory.mktemp("logs")
     both = two_engines(vllm_python, model, logs, num_gpu_blocks=700, extra_args=ENGINE_ARGS)
-    try:
-        for engine in both:
-            engine.start()
-        for engine in both:
-            engine.wait_until_healthy()
+    with side_by_side(both):
         yield both
-    finally:
-        for engine in both:
-            engine.stop()
 
 
 @dataclass

@@ -25,7 +25,7 @@ from kvatlas.router.proxy.parsed_stream import ParsedStream
 from tests.support.paths import ROOT
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.told_streams import ToldStream, told
-from tests.vllm.vllm_engine import VllmEngine, two_engines
+from tests.vllm.vllm_engine import VllmEngine, side_by_side, two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -104,15 +104,8 @@ def engines(
         extra_args=(*ARGS, "--tool-call-parser", parser),
         environment={"PYTHONPATH": str(ROOT)},
     )
-    try:
-        for engine in both:
-            engine.start()
-        for engine in both:
-            engine.wait_until_healthy()
+    with side_by_side(both):
         yield both
-    finally:
-        for engine in both:
-            engine.stop()
 
 
 def chat(number: int, **more: Any) -> dict[str, Any]:

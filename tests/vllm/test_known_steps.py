@@ -25,7 +25,7 @@ from tests.router.placement.test_known_steps import TARGETS
 from tests.support.paths import ROOT
 from tests.vllm.forked import driven
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import VllmEngine
+from tests.vllm.vllm_engine import VllmEngine, side_by_side
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -154,18 +154,13 @@ def rig(vllm_python: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
                 environment=environment,
             )
         )
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_until_healthy()
-        urls = [engine.base_url for engine in engines]
-        probing = ("--set", "fleet.probe=true")
-        with RouterProcess(urls, tiny_model, log=logs / "router.log", options=probing) as router:
-            yield Rig(router, dict(zip(urls, factors, strict=True)))
-    finally:
-        for engine in engines:
-            engine.stop()
+    urls = [engine.base_url for engine in engines]
+    probing = ("--set", "fleet.probe=true")
+    with (
+        side_by_side(engines),
+        RouterProcess(urls, tiny_model, log=logs / "router.log", options=probing) as router,
+    ):
+        yield Rig(router, dict(zip(urls, factors, strict=True)))
 
 
 def within(answers: list[Answer], share: float = 0.25) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.support.waiting import run, until
 from tests.vllm.router_process import RouterProcess
-from tests.vllm.vllm_engine import two_engines
+from tests.vllm.vllm_engine import side_by_side, two_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -30,13 +29,8 @@ def exchange(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def test_it_is_exact_from_the_second_request(vllm_python: str, tiny_model: Path, tmp_path: Path) -> None:
     engines = two_engines(vllm_python, tiny_model, tmp_path, num_gpu_blocks=400, extra_args=ENGINE_ARGS)
-    for engine in engines:
-        engine.start()
-    with ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine)
-        urls = [engine.base_url for engine in engines]
-        router = stack.enter_context(RouterProcess(urls, None, log=tmp_path / "router.log"))
+    urls = [engine.base_url for engine in engines]
+    with side_by_side(engines), RouterProcess(urls, None, log=tmp_path / "router.log") as router:
 
         def read() -> dict[str, Any]:
             found: dict[str, Any] = exchange(f"{router.base_url}/ready")["prompts"]["tiny"]

@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -243,6 +243,18 @@ def answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+@contextlib.contextmanager
+def side_by_side(engines: Sequence[VllmEngine]) -> Iterator[list[VllmEngine]]:
+    """Start them at the same time, yield them healthy, and stop them all."""
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        for engine in engines:
+            engine.wait_until_healthy()
+        yield list(engines)
 
 
 def two_engines(python: str, model: Path, logs: Path, **options: Any) -> list[VllmEngine]:
