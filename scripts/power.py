@@ -3,14 +3,16 @@
     python scripts/power.py placement [--sample 40] [--seed 1] [--list]
 
 A fixed sample of mutations is drawn from the lines of ``router/PART`` (or ``publisher/PART``,
-``connectors/PART``). The part's tests run once with coverage, which tells the tests that execute a line; then
-the tests of each mutation's line run with it until one fails. What no test notices is printed with its line:
-it shows a missing test or dead code. Exit status 1 if less than ``CAUGHT_SHARE_MIN`` are caught.
+``connectors/PART``): a change of the code changes only the mutations of the changed lines. The part's tests
+run once with coverage, which tells the tests that execute a line; then the tests of each mutation's line run
+with it until one fails. What no test notices is printed with its line: it shows a missing test or dead code.
+Exit status 1 if less than ``CAUGHT_SHARE_MIN`` are caught.
 
 The tests are imported once. Each mutation is made in a fork of that process, where functions get the code of
 the changed line: a second or less, where a process of its own takes ten to import.
 
-mutmut and cosmic-ray mutate whole modules; neither draws a sample of a part that stays the same by its seed.
+mutmut and cosmic-ray mutate whole modules; neither draws a sample of a part that stays the same while other
+lines change.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import gc
 import importlib
 import os
 import pickle
-import random
 import re
 import select
 import signal
@@ -32,6 +33,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import NamedTuple, TypeVar
@@ -197,8 +199,9 @@ def _source(path: str) -> bytes:
     return (ROOT / path).read_bytes()
 
 
-def mutations(path: str) -> Iterator[Mutation]:
-    """One-line mutations of the functions of a module; those of nested functions more than once."""
+def mutations(path: str) -> dict[Mutation, str]:
+    """One-line mutations of the functions of a module, each with the name of the innermost function."""
+    found: dict[Mutation, str] = {}
     tree = ast.parse(_source(path))
     for function in ast.walk(tree):
         # What looks for contradictions finds none in right code.
@@ -208,7 +211,8 @@ def mutations(path: str) -> Iterator[Mutation]:
         ):
             for statement in function.body:
                 for node in _walk(statement):
-                    yield from _of_node(path, node)
+                    found |= dict.fromkeys(_of_node(path, node), function.name)
+    return found
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -279,12 +283,19 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def sample(part: str, count: int, seed: int) -> list[Mutation]:
-    """``count`` mutations of the part, the same for the same code and seed; one of a line at most."""
-    found = sorted({one for file in _files(part) for one in mutations(file.relative_to(ROOT).as_posix())})
-    random.Random(seed).shuffle(found)
-    by_line = {(one.path, one.line): one for one in reversed(found)}
-    chosen = [one for one in found if by_line[one.path, one.line] == one]
-    return chosen[:count]
+    """``count`` mutations of the part, one of a line at most. A mutation's place is a hash of the seed, its
+    path, function and line, and the change: edits of other lines leave it where it is."""
+    first: dict[tuple[str, int], tuple[bytes, Mutation]] = {}
+    equals: Counter[tuple[object, ...]] = Counter()
+    for path in (file.relative_to(ROOT).as_posix() for file in _files(part)):
+        lines = _source(path).split(b"\n")
+        for one, function in sorted(mutations(path).items()):
+            line = lines[one.line - 1]
+            change = (seed, path, function, line.strip(), line[one.begin : one.end], one.text)
+            equals[change] += 1
+            place = sha256(repr((change, equals[change])).encode()).digest()
+            first[path, one.line] = min(first.get((path, one.line), (place, one)), (place, one))
+    return [one for _, one in sorted(first.values())[:count]]
 
 
 def _files(part: str) -> list[Path]:
