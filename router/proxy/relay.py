@@ -368,7 +368,7 @@ def measured(attempt: Attempt, record: RequestRecord, fields: list[Header]) -> l
 def tell_named(attempt: Attempt, begin: bytes) -> None:
     """Tell the attempt whether its answer of success, which begins so, has the id that was chosen for it."""
     chosen = of_engine(attempt.request.response_id, attempt.engine_id)
-    attempt.named(obeyed=begin.find(chosen.encode()) >= 0)
+    attempt.named(obeyed=chosen.encode() in begin)
 
 
 # Of an answer that is not streamed; engines send these at once when they are complete.
@@ -545,8 +545,6 @@ class AnswerRelay(msgspec.Struct, eq=False):
             more = not connection.at_eof
         if wants_usage:
             self._settle(b"".join(seen))
-        else:
-            attempt.finished(None)
 
     async def _gathered(self, data: bytes) -> bytes:
         """This and what follows, whole unless it is long: its end tells whether it is to be passed on. Raises

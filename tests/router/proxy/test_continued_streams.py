@@ -39,10 +39,12 @@ from tests.support.proxy_rig import (
     Script,
     ask,
     chunk,
+    read_answer,
     request,
     reset,
     routing,
     says,
+    served,
 )
 from tests.support.text_engine import DONE, PROMPT, TextEngine, decode, token
 
@@ -159,6 +161,26 @@ async def test_the_client_sees_one_stream(path: str, how: str, events: int) -> N
     )
     assert record.usage == Usage(len(PROMPT), len(ANSWER) + 1)
     assert rig.stats.recomputed_tokens == record.recomputed_tokens == len(asked["prompt"])
+
+
+async def test_a_client_that_reads_later_has_what_came_before_the_break() -> None:
+    async def aborts(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        """Its last tokens come with the abort, while all buffers of the client are full."""
+        events = list(itertools.islice(MODEL.events(CHAT, told(call)), 5))
+        events[-1] = events[-1].replace(b'"finish_reason":null', b'"finish_reason":"abort"')
+        writer.write(SSE_HEAD + chunk(b"".join(events[:-2])) + chunk(b": %b\n\n" % (b"x" * 2**20)))
+        await asyncio.sleep(1)
+        writer.write(chunk(b"".join(events[-2:]) + DONE) + END)
+
+    planner = DecodingPlanner()
+    async with served(aborts, breaks(99, times=0), planner=planner, settings=ON) as (one, two, rig):
+        planner.urls = [one.url, two.url]
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port, limit=1000)
+        writer.write(request(body(CHAT)))
+        await asyncio.sleep(3)
+        got = await read_answer(reader)
+        writer.close()
+    assert got.body.replace(b": %b\n\n" % (b"x" * 2**20), b"") == whole(CHAT, body(CHAT))
 
 
 @paths
@@ -454,13 +476,13 @@ async def test_streams_of_a_dead_engine_all_go_on_without_burying_the_others() -
 
 async def test_a_stream_that_would_wait_too_long_does_not_go_on() -> None:
     turns_ = ContinuationTurns()
-    planner = DecodingPlanner("a")
+    planner = DecodingPlanner("a", "b")
 
     async def one() -> None:
         await turns_.place(1, lambda full: planner.place(NO_REQUEST, exclude=full))
         await asyncio.sleep(100)
 
-    tasks = [asyncio.ensure_future(one()) for _ in range(12)]
+    tasks = [asyncio.ensure_future(one()) for _ in range(20)]
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [getattr(error, "code", "") for error in found if error] == ["no_ready_engine"] * 4
 

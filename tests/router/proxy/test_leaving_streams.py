@@ -14,6 +14,7 @@ from kvatlas.router.openai.apis import CHAT, COMPLETION
 from kvatlas.router.openai.request import InboundRequest, Usage
 from kvatlas.router.pd.handoff import DisaggState
 from kvatlas.router.proxy.attempt import Leaving
+from tests.router.proxy.test_breaker_at_work import Counted
 from tests.router.proxy.test_continued_streams import (
     ANSWER,
     MODEL,
@@ -174,13 +175,24 @@ async def test_a_stream_is_taken_over_by_an_engine_that_has_its_tokens(
         assert one.records == [(first.url, second.url, "200")]
 
 
-@pytest.mark.parametrize("how", [says(503, b"{}"), says(400, b"{}"), cut, answer])
-async def test_a_stream_that_no_engine_is_warmed_for_stays_until_the_end(how: Any) -> None:
-    how = says(200, b"no JSON") if how is answer else how
+@pytest.mark.parametrize(
+    ("how", "outcomes"),
+    [
+        (says(503, b"{}"), [False]),
+        (says(400, b"{}"), [True]),
+        (cut, [False]),
+        (says(200, b"no JSON"), [True]),
+    ],
+)
+async def test_a_stream_that_no_engine_is_warmed_for_stays_until_the_end(
+    how: Script, outcomes: list[bool]
+) -> None:
     async with streaming(model, unless(WARMING, how), after_s=1.2) as one:
+        breaker = one.rig.planner.breakers[one.engines[1].url] = Counted()
         one.leave.warm()
         await asyncio.sleep(1.0)
         assert not one.leave.warms
+        assert breaker.told == outcomes
         assert one.rig.stats.warmings == {"failed": 1}
         assert not one.rig.stats.moves
         one.leave.now()
