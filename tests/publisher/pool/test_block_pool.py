@@ -142,6 +142,10 @@ def test_extra_keys_are_untagged_and_relative_to_the_block() -> None:
     ]
     assert pool.find_hit(pool.request(PROMPT)) == 0
     assert pool.find_hit(pool.request(PROMPT, extras)) == 64
+    prefill(pool, pool.request(PROMPT[:16], PromptExtras("other")))
+    (event,) = pool.take_events()
+    assert isinstance(event, BlockStored)
+    assert event.lora_id == 2, "the second adapter, of a number of its own"
 
 
 def test_a_prompt_end_inside_a_coarse_block_is_stored_and_replaced_when_the_block_fills() -> None:
@@ -158,6 +162,24 @@ def test_a_prompt_end_inside_a_coarse_block_is_stored_and_replaced_when_the_bloc
     first = next(e for e in promoted if isinstance(e, BlockRemoved))
     assert (first.group_idx, first.block_hashes) == (0, [hashes[5]])
     pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "due"),
+    [
+        ((full(0, 64), mamba(1, "align", 64)), 100, [(64, 0, 3), (96, 0, 5)]),
+        ((full(0, 64), window(1, 32)), 64, [(64, 0, 3)]),
+    ],
+)
+def test_blocks_are_due_once_where_full_or_where_a_hit_can_end_inside_them(
+    groups: tuple[GroupSpec, ...], tokens: int, due: list[tuple[int, int, int]]
+) -> None:
+    pool = make_pool(*groups, hash_block=16)
+    request = pool.request(PROMPT[:tokens])
+    prefill(pool, request)
+    hashes = block_hashes(PROMPT[:tokens], HashScheme())
+    assert [(one.end, one.group_idx, hashes.index(one.block_hash)) for one in pool.due(request)] == due
+    assert pool.due(request) == []
 
 
 def test_a_hit_inside_a_block_copies_it_and_the_copy_is_stored_too() -> None:

@@ -149,6 +149,9 @@ async def test_an_engine_that_comes_meanwhile_may_be_chosen_and_is_looked_up() -
         await rig.over()
         assert (served(rig, one), served(rig, other)) == (1, 0)
         assert one.engine_id in shared.asked[-1]
+        other.held, one.engine = "", msgspec.structs.replace(one.engine, events=None)
+        assert (await rig.ask("POST", "/v1/completions", completion(2)))[0] == 200
+        assert shared.asked[-1] == [other.engine_id], "without events there is nothing to look up"
 
 
 async def test_engines_that_change_all_the_time_do_not_keep_a_request_from_being_placed() -> None:

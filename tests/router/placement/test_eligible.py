@@ -176,6 +176,15 @@ def test_engines_of_other_models_are_not_waited_for() -> None:
     assert refused.value.status == 503
 
 
+def test_a_stream_goes_on_at_engines_that_say_ids_and_one_for_a_parser_where_these_are_read() -> None:
+    _, eligible, engines = isolating("m", "m", "m")
+    for engine, version in zip(engines, ("0.32.0", "0.32.0", "0.10.1"), strict=True):
+        engine.version = version
+    engines[0].parses = False
+    assert eligible.engines(salted(continues=True), frozenset()) == engines[:2]
+    assert eligible.engines(salted(continues=True, parses=True), frozenset()) == [engines[1]]
+
+
 def test_a_response_is_not_gone_on_from_where_salts_are_dropped() -> None:
     _, eligible, engines = isolating("m", None)
     earlier = [of_engine(ResponseIds().make(""), engine.engine_id) for engine in engines]

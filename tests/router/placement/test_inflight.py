@@ -105,6 +105,9 @@ def test_kept_blocks_count_only_for_prompts_that_contain_them() -> None:
     assert inflight.common(hashes("syst"), 0.0).coming == {}
     inflight.prefilled(prompt, 0.0)
     assert inflight.common(hashes("system user"), 0.0) == Common({"a": 11}, {})
+    inflight.add("b", hashes("siamese"), 0.0)
+    inflight.add("b", hashes("sisters"), 0.0, (range(2, 8, 2),))
+    assert inflight.common(hashes("sit"), 0.0).coming == {"b": 2}
     assert inflight.check_integrity() == []
 
 
