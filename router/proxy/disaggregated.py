@@ -130,8 +130,8 @@ class DisaggForwarder:
             attempt.sent_body = await run_cooperatively(body.prefill(params, attempt.retention))
             timeout_s = self.proxy.first_byte_timeout_s
             attempt.check_eligible()
-            if out.client.task is not None:
-                attempt.awaited(out.client.task.cancel)
+            if (task := asyncio.current_task()) is not None:
+                attempt.awaited(task.cancel)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s)
             # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
             # than it is.

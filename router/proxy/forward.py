@@ -159,7 +159,6 @@ class Forwarder:
         self._turns = ContinuationTurns()
         self._warmer = Warmer(
             lambda request, exclude: planner.place(request, exclude=exclude),
-            lambda attempt, out: self._ask(attempt, out, self._own, None),
             self._own.done,
             self._turns,
             stats,
@@ -283,8 +282,40 @@ class Forwarder:
             return False
         tokens = len(kept.ids)
         request = as_completion(out, warming_of(kept, tokens), self._clock(), stream=False, continues=True)
-        again = _as_again(out, request)
-        return await self._warmer.warm(again, kept.prompt_tokens + tokens)
+        again, disagg = _as_again(out, request), self._legs.disagg()
+        tokens += kept.prompt_tokens
+        warmed = await self._warmer.warm(
+            again, tokens, lambda attempt: self._ask_warm(attempt, again, disagg)
+        )
+        if disagg.distrusts_caches:
+            kept.unable = "fetched"
+        return warmed
+
+    async def _ask_warm(self, placement: Attempt, out: Outbound, disagg: DisaggState) -> Answer | None:
+        """Have an engine compute a prompt, or fetch what another one computes of it. None: it was not asked,
+        or could not fetch that. Raises ``UpstreamError``."""
+        if placement.body is None:
+            return await self._ask(placement, out, self._own, None)
+        answer: Answer | None = None
+        try:
+            if placement.prefill is not None:
+                await self._legs.prefill(placement.prefill, placement.body, out, disagg, new_transfer_id())
+                self._legs.check_decode(placement, out)
+            placement.asked()
+            answer = await self._ask(placement, out, self._own, disagg)
+            if answer is not None and answer.status in REFUSALS:
+                self._legs.failed(placement, out, disagg, answer.status)
+            placement.check_fetched()
+        except UpstreamError:
+            self._legs.failed(placement, out, disagg)
+            raise
+        except (AgainError, NotFetchedError) as error:
+            if isinstance(error, NotFetchedError):
+                self._legs.not_fetched(placement, out, disagg)
+            if answer is not None:
+                self._own.done(answer)
+            return None
+        return answer
 
     async def _hand_over(
         self,

@@ -44,26 +44,27 @@ def as_completion(out: Outbound, body: bytes, now_s: float, **changes: Any) -> I
 
 
 class Warmer:
-    """Has engines compute prompts. ``place``: choose an engine, none of those given; ``ask`` and ``done`` as
-    of ``Carrier``."""
+    """Has engines compute prompts. ``place``: choose an engine, none of those given; ``done`` as of
+    ``Carrier``."""
 
     def __init__(
         self,
         place: Callable[[InboundRequest, frozenset[str]], Awaitable[Attempt]],
-        ask: Callable[[Attempt, Outbound], Awaitable[Answer | None]],
         done: Callable[[Answer], None],
         turns: ContinuationTurns,
         stats: ProxyStats,
     ) -> None:
         self._place = place
-        self._ask = ask
         self._done = done
         self._turns = turns
         self._stats = stats
 
-    async def warm(self, out: Outbound, tokens: int) -> bool:
+    async def warm(
+        self, out: Outbound, tokens: int, ask: Callable[[Attempt], Awaitable[Answer | None]]
+    ) -> bool:
         """Have another engine than that which has the stream compute ``out``, a prompt of this many tokens:
-        in turn, as streams that go on. Returns whether it did."""
+        in turn, as streams that go on. ``ask``: send it; None: it did not come to that. Returns whether it
+        did."""
         computed: int | None = None
         first = frozenset((out.record.engine,))
         try:
@@ -72,7 +73,7 @@ class Warmer:
                     tokens, lambda full: self._place(out.request, first | full)
                 )
                 try:
-                    computed = await self._computed(attempt, out)
+                    computed = await self._computed(attempt, ask)
                 finally:
                     ended()
                     for one in (attempt, attempt.prefill):
@@ -83,21 +84,22 @@ class Warmer:
         self._stats.count_warming(computed)
         return computed is not None
 
-    async def _computed(self, attempt: Attempt, out: Outbound) -> int | None:
-        """The prompt tokens that the engine computed; None: it did not."""
-        if attempt.body is not None:
-            # Another engine is to compute it for this one, which it does for an answer only.
-            return None
+    async def _computed(
+        self, attempt: Attempt, ask: Callable[[Attempt], Awaitable[Answer | None]]
+    ) -> int | None:
+        """The prompt tokens that were computed; None: it was not."""
         answer: Answer | None = None
         try:
-            answer = await self._ask(attempt, out)
-            data = b"" if answer is None else await _whole(answer)
-            if answer is None or answer.status != _OK:
-                attempt.refused(0 if answer is None else answer.status, 0.0)
+            answer = await ask(attempt)
+            if answer is None:
+                return None
+            data = await _whole(answer)
+            if answer.status != _OK:
+                attempt.refused(answer.status, 0.0)
                 return None
             attempt.answered(answer.status)
             attempt.first_byte(answer.status)
-            usage = read_usage(data)
+            usage = attempt.corrected(read_usage(data))
             attempt.finished(usage)
             return attempt.work.computed(usage)
         except UpstreamError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.examples import some
@@ -114,6 +115,34 @@ def rollout(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", some((20, 3, 17, *range(4, 13)), 12))
 def test_a_rollout_of_all_engines_loses_no_stream(seed: int) -> None:
     report = play(rollout(seed))
+    assert report.violations == []
+    assert report.continued
+    assert set(report.counts) == {"200"}
+
+
+def rollout_apart(seed: int) -> Plan:
+    """The same, where prompts are computed on other engines than answers."""
+    plan, rng = rollout(seed), random.Random(seed)
+    connector = rng.choice(("nixl", "mooncake", "offloading"))
+    engine = {**plan.engines[0], "kv_connector": connector, "kv_lease_s": 12.0, "prefill_s_per_token": 1e-3}
+    roles = ("decode", "decode", "decode", "prefill", "prefill")
+    pd = {
+        "connector": "offloading" if connector == "offloading" else "auto",
+        "lease_s": 12.0,
+        "min_remote_tokens": 64,
+        "leg_overhead_s": 0.0,
+        "transfer_s_per_token": 0.0,
+    }
+    return msgspec.structs.replace(
+        plan,
+        engines=tuple({**engine, "role": role} for role in roles),
+        config={**plan.config, "pd": pd},
+    )
+
+
+@pytest.mark.parametrize("seed", some((5, 30, 33, 36), 4))
+def test_a_rollout_of_engines_with_roles_loses_no_stream(seed: int) -> None:
+    report = play(rollout_apart(seed))
     assert report.violations == []
     assert report.continued
     assert set(report.counts) == {"200"}

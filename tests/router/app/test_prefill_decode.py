@@ -20,6 +20,7 @@ from kvatlas.router.admission.admission_queue import QueueSettings
 from kvatlas.router.fleet.engines import EngineAddress, Role
 from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.reloads import apply
+from tests.support.examples import some
 from tests.support.pairs import CONNECTORS, busy
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -313,3 +314,32 @@ async def test_metrics_count_splits_only_where_engines_have_roles() -> None:
         assert "kvatlas_pd_handoffs_total 1.0" in await rig.page()
     async with running({}) as (engine,), routing(configure(engine)) as rig:
         assert "kvatlas_pd_" not in await rig.page()
+
+
+@pytest.mark.parametrize("connector", some(("nixl", "mooncake", "offloading"), 3))
+async def test_an_engine_that_takes_over_a_stream_fetches_its_tokens_first(connector: str) -> None:
+    """Another engine computes them, as it does for any prompt, while the stream goes on."""
+    slow = {"decode_s_per_token": 0.05}
+    body = completion(1, max_tokens=300)
+    async with apart(P, {**D, **slow}, {**D, **slow}, connector=connector) as (rig, _):
+        router = rig.router
+        with busy(rig):
+            asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", {**body, "stream": True}))
+            await until(lambda: any(one.answering for one in router.fleet), "its answer has begun")
+            await asyncio.sleep(2.0)
+            (first,) = [one for one in router.fleet if one.answering]
+            assert router.proxy.pd_stats.split == 1
+            router.desired.drain(first.engine_id, "ops", router.accounts.wall() + 10.0)
+            router._assign()
+            status, stream = await asked
+        stats = router.proxy.stats
+        assert status == 200
+        assert (stats.warmings, stats.moves) == ({"completed": 1}, {"warmed": 1})
+        assert router.proxy.pd_stats.split == 2
+        # The first prefill engine has the prompt, and the engine that takes over all but the latest tokens.
+        assert 0 < stats.warmed_tokens < 200
+        assert router.proxy.requests.ended[-1].recomputed_tokens < 50
+        events = [msgspec.json.decode(one[6:]) for one in stream.split("\n\n") if one.startswith("data: {")]
+        text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == words(await told_alone("/v1/completions", body))[0]["text"]
+    assert len(events) >= 300

@@ -11,9 +11,13 @@ import msgspec
 import pytest
 
 from kvatlas.router.openai.apis import CHAT, COMPLETION
+from kvatlas.router.openai.members import at_once
 from kvatlas.router.openai.request import InboundRequest, Usage
+from kvatlas.router.pd.bodies import split_body
 from kvatlas.router.pd.handoff import DisaggState
+from kvatlas.router.pd.settings import PdSettings
 from kvatlas.router.proxy.attempt import Leaving
+from tests.router.proxy.split.test_legs import Numbered
 from tests.router.proxy.test_breaker_at_work import Counted
 from tests.router.proxy.test_continued_streams import (
     ANSWER,
@@ -89,6 +93,24 @@ class Rollout(DecodingPlanner):
         return await super().place(request, exclude=exclude | before, disagg=disagg)
 
 
+class Pairs(Rollout):
+    """The prompts of warmings are computed on this engine for the others."""
+
+    def __init__(self, prefill: str, *urls: str) -> None:
+        super().__init__(*urls)
+        self.prefill = prefill
+
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
+    ) -> FakePlacement:
+        made = await super().place(request, exclude=exclude, disagg=disagg)
+        if not request.stream:
+            made.body = at_once(split_body(request.path, request.body))
+            made.prefill = FakePlacement(self.prefill, request=request, now=self.now)
+            self.placements.append(made.prefill)
+        return made
+
+
 def leaving(attempt: FakePlacement) -> Leaving:
     """How its stream leaves, as its engine would have it."""
     assert attempt.leave is not None
@@ -120,12 +142,19 @@ class Leaver:
 
 @asynccontextmanager
 async def streaming(
-    *scripts: Script, path: str = CHAT, after_s: float = 2.2, **more: Any
+    *scripts: Script,
+    path: str = CHAT,
+    after_s: float = 2.2,
+    prefill: Script | None = None,
+    planner_of: Any = None,
+    **more: Any,
 ) -> AsyncIterator[Leaver]:
-    engines = [Engine(script) for script in scripts]
+    """``prefill``: what the last engine does, which computes prompts for the others."""
+    engines = [Engine(script) for script in (*scripts, *([] if prefill is None else [prefill]))]
     for engine in engines:
         await engine.__aenter__()
-    planner = Rollout(*[engine.url for engine in engines])
+    urls = [engine.url for engine in engines]
+    planner = Rollout(*urls) if prefill is None else (planner_of or Pairs)(urls[-1], *urls[:-1])
     async with routing(planner=planner, settings=ON) as rig:
         data = body(path, stream_options={"include_usage": True}, **more)
         answered = asyncio.ensure_future(ask(rig, request(data, target=path)))
@@ -335,3 +364,90 @@ async def test_a_stream_that_ends_meanwhile_ends_the_warming() -> None:
         await one.answered
         await one.engines[1].calls[0].closed.wait()
         assert not one.rig.stats.moves
+
+
+async def test_where_prompts_are_computed_elsewhere_so_are_those_of_warmings() -> None:
+    async with streaming(model, model, prefill=Numbered().script()) as one:
+        first, second, prefill = one.engines
+        one.leave.warm()
+        await first.calls[0].closed.wait()
+        warming, stream = (told(call) for call in second.calls)
+        assert told(prefill.calls[0])["prompt"] == warming["prompt"]
+        assert warming["kv_transfer_params"]["remote_block_ids"] == [[1]]
+        assert "kv_transfer_params" not in stream
+        await one.answered
+        assert one.rig.stats.moves == {"warmed": 1}
+        assert one.records == [(first.url, second.url, "200")]
+        stats = one.rig.app.pd_stats
+        assert (stats.split, stats.handoffs, stats.handoffs_lost) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "asked", "blamed"),
+    [
+        (says(503, b"{}"), model, 0, ["finished", "status"]),
+        (says(200, b"{}"), model, 0, ["finished", "first_byte", "finished"]),
+        (cut, model, 0, ["finished", "reset"]),
+        (None, unless(WARMING, says(500, b"{}")), 1, ["status", "first_byte", "finished"]),
+        (None, unless(WARMING, says(503, b"{}")), 1, ["status", "first_byte", "finished"]),
+        (None, unless(WARMING, cut), 1, ["reset", "first_byte", "finished"]),
+    ],
+)
+async def test_a_warming_by_two_engines_that_fails_is_none(
+    prefill: Script | None, decode: Script, asked: int, blamed: list[str]
+) -> None:
+    async with streaming(model, decode, prefill=prefill or Numbered().script(), after_s=1.2) as one:
+        one.leave.warm()
+        await asyncio.sleep(1.0)
+        assert one.rig.stats.warmings == {"failed": 1}
+        assert len(one.engines[1].calls) == asked
+        assert [word for placed in one.rig.planner.placements[1:] for word in placed.told] == blamed
+        assert one.rig.app.pd_stats.handoffs_lost == asked
+        one.leave.now()
+        await one.answered
+        assert one.rig.stats.moves == {"cold": 1}
+
+
+async def test_a_prefill_engine_that_goes_down_ends_the_warming_alone() -> None:
+    async def hangs(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    class Down(FakePlacement):
+        def awaited(self, cancel: Callable[[], object]) -> None:
+            def goes_down() -> None:
+                self.abandoned = True
+                cancel()
+
+            asyncio.get_running_loop().call_later(0.5, goes_down)
+
+    class PairsDown(Pairs):
+        async def place(self, request: InboundRequest, **options: Any) -> FakePlacement:
+            made = await super().place(request, **options)
+            if made.prefill is not None:
+                made.prefill = self.placements[-1] = Down(self.prefill, request=request)
+            return made
+
+    async with streaming(model, model, prefill=hangs, planner_of=PairsDown) as one:
+        one.leave.warm()
+        await asyncio.sleep(1.0)
+        assert not one.answered.done()
+        assert one.rig.stats.warmings == {"failed": 1}
+
+
+async def test_a_stream_whose_tokens_were_fetched_too_late_stays() -> None:
+    """The engine may have stored other blocks under their hashes."""
+
+    async def late(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(3.0)
+        await model(engine, call, writer)
+
+    async with streaming(model, unless(WARMING, late), prefill=Numbered().script(), after_s=0.7) as one:
+        one.rig.app._forwarder.configure(ON, PdSettings(lease_s=2.0))
+        one.leave.warm()
+        await asyncio.sleep(3.3)
+        assert one.rig.stats.warmings == {"failed": 1}
+        assert one.rig.app.pd_stats.answers_late == 1
+        one.leave.now()
+        await one.answered
+        assert not one.rig.stats.moves
+        assert len(one.engines[1].calls) == 1
