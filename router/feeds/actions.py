@@ -38,7 +38,7 @@ class Adopt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reconnect(msgspec.Struct, frozen=True, gc=False):
-    """Connect the live socket again: its connection is that to a process which has ended."""
+    """Connect the live socket again: its connection is half open."""
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,9 @@ confirmed, if there is a replay socket. Until the anchor or a batch has confirme
 Batches without a number are numbered by arrival. Such a feed is never READY, as losses do not show, and after
 a disconnect the next batch counts as one of a new process.
 
-What a connection missed before its subscription was in effect is asked for again, a second later.
+What a connection missed before its subscription was in effect is asked for again, a second later. So is what
+an answer shows to have been published and no connection has brought; if it was, the connection is half open,
+and made again.
 
 Other parts: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
 No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
@@ -38,8 +40,6 @@ from kvatlas.router.feeds.position import NOWHERE
 from kvatlas.router.feeds.recovery import SUBSCRIBED_S, Recovery, RepairKind
 from kvatlas.router.feeds.replay_answers import ReplayAnswers
 from kvatlas.router.feeds.snapshot_answers import SnapshotAnswers
-
-NEVER_OWED = float("-inf")
 
 
 class FeedMachine:
@@ -66,7 +66,6 @@ class FeedMachine:
         self._connection_seen = False
         self._ever_connected = False
         self._unconfirmed = False
-        self._owed_since = NEVER_OWED
         # Of the last live batch of this connection.
         self._live_seq = NOWHERE
         self._unnumbered = False
@@ -168,9 +167,7 @@ class FeedMachine:
 
     def computed(self, now: float, since: float) -> list[Action]:
         """Handle evidence that the engine stored blocks from ``since`` to ``now``: their events are due."""
-        heard_at = self._recovery.heard_at
-        if heard_at < since and heard_at >= self._owed_since:
-            self._owed_since = now
+        self._recovery.owe(now, since)
         return self._finish()
 
     def batch_failed(self) -> list[Action]:
@@ -231,11 +228,13 @@ class FeedMachine:
         recovery = self._recovery
         if recovery.stale or not self._connected or now - recovery.heard_at < self._settings.stale_after_s:
             return
-        owes = recovery.heard_at < self._owed_since <= now - self._settings.stale_after_s
+        owes = recovery.owes and recovery.owed_at <= now - self._settings.stale_after_s
         if self._settings.heartbeats or recovery.beats or owes:
             recovery.stale = True
             free = recovery.repair is None or recovery.repair.kind is RepairKind.LATE
-            if recovery.has_replay and free and self._position.next_seq > 0:
+            if self._position.next_seq == NOWHERE:
+                recovery.reconnect(now)  # nothing is known that could be lost
+            elif recovery.has_replay and free and self._position.next_seq > 0:
                 recovery.start(now, RepairKind.CHECK)
 
     # Live batches.

@@ -29,7 +29,7 @@ class RepairKind(Enum):
     REFRESH = "refresh"
     """A snapshot is requested; the known state stays in use and live batches are applied."""
     LATE = "late"
-    """A second look once a new connection must have its subscription; live batches are applied meanwhile."""
+    """A second look at what the connection may have missed; live batches are applied meanwhile."""
     RESYNC = "resync"
     """Seq 0 is requested without holding batches back; becomes HISTORY once seq 0 arrives."""
 
@@ -184,8 +184,10 @@ class Recovery:
         # Reconnected, without a way to find out whether to the same process.
         self.unverified = False
         self.stale = False
-        # When to ask what was published before the subscription of this connection was in effect.
+        # When to ask what this connection may have missed: before its subscription was in effect, or since.
         self.late_at: float | None = None
+        # When an answer showed that batches are due which the connection had not brought; the position then.
+        self.owed_at, self._owed_seq = float("-inf"), 0
         # The process behind this connection was the followed one, and no batch has cast doubt on it.
         self.settled = False
         self._request_id = 0
@@ -240,12 +242,26 @@ class Recovery:
             self._request(repair, self.settings.replay_backoff_s * 2 ** (repair.attempts - 1))
 
     def done(self, now: float) -> None:
-        """End the repair in progress, which made the feed complete."""
+        """End the repair in progress, which made the feed complete. A connection that did not bring what the
+        answer has is half open."""
+        if self.owes and self.position.next_seq > self._owed_seq:
+            self.reconnect(now)
         self.repair = None
         self.stale = self.unverified = False
         self.settled = True
         self.heard_at = now
         self.trust.worked()
+
+    @property
+    def owes(self) -> bool:
+        """Whether batches are due, and the connection has brought none since before."""
+        return self.heard_at < self.owed_at
+
+    def owe(self, now: float, since: float) -> None:
+        """Record that batches were published from ``since`` to ``now``, and look for them if none came."""
+        if since - self.heard_at >= SUBSCRIBED_S and not self.owes:
+            self.owed_at, self._owed_seq = now, max(self.position.next_seq, 0)
+            self.late_at = now + SUBSCRIBED_S
 
     def give_up(self, now: float, repair: Repair) -> None:
         """Apply what is held, in order, and record what is missing."""
@@ -257,7 +273,7 @@ class Recovery:
             self._go_on(now, repair)
 
     def look_late(self, now: float) -> None:
-        """Ask once per connection what it may have missed at its beginning, if that is due."""
+        """Ask what the connection may have missed, if that is due."""
         if self.late_at is not None and now >= self.late_at:
             self.late_at = None
             if self.position.next_seq != NOWHERE:
@@ -329,7 +345,12 @@ class Recovery:
         """Handle a new process that an answer shows. A connection that was the old one's, and has brought
         nothing since, is half open, as after a loss of power."""
         self.restart(now, None)
-        if self.settled and now - self._reconnected_at >= RECONNECT_PAUSE_S:
+        if self.settled:
+            self.reconnect(now)
+
+    def reconnect(self, now: float) -> None:
+        """Make the connection again, unless it was a short while ago."""
+        if now - self._reconnected_at >= RECONNECT_PAUSE_S:
             self.settled, self._reconnected_at = False, now
             self.out.append(Reconnect())
 

@@ -69,7 +69,7 @@ _CONFIDENCE: dict[str, Confidence] = {
 }
 _NO_SCHEME = HashScheme()
 _READY = FeedState.READY
-# Prompt tokens that fill a block of every group while the block sizes are unknown.
+# Prompt tokens that fill a block of every group while its size is unknown.
 _EVENTS_DUE_TOKENS = 4096
 
 
@@ -528,8 +528,13 @@ class Engine(EngineStatus):
         blocks, its feed must receive their events."""
         if self._feed is None:
             return
-        layout = self.layout
-        if tokens >= (_EVENTS_DUE_TOKENS if layout is None else 2 * _longest_block(layout)):
+        block, layout = 0, self.layout
+        if layout is not None:
+            block = _longest_block(layout)
+        elif self.residency is not None:  # as it states, before its first event
+            facts = self.residency.writer.facts
+            block = max(facts.attention_block_size or 0, facts.mamba_block_size or 0)
+        if tokens >= (2 * block or _EVENTS_DUE_TOKENS):
             self._events_due(self.engine_id, since)
 
     def learn_from(self, residency: Residency | None, *, shadow: ShadowSpec | None) -> None:

@@ -625,7 +625,9 @@ def test_a_connection_to_a_process_that_an_answer_shows_to_have_ended_is_made_ag
     elif asks == "late":
         driver.tick(SUBSCRIBED_S)
     else:
-        driver.do(driver.machine.computed(driver.now + 1.0, 0.5))
+        driver.tick(SUBSCRIBED_S)
+        driver.replay(*frames(2, 3))
+        driver.do(driver.machine.computed(driver.now + 1.0, driver.now + 1.0))
         driver.tick(SETTINGS.stale_after_s + 1.0)
     driver.replay(*answer)
     if driver.stats.restarts == 0:  # after the second look, a check
@@ -766,6 +768,49 @@ def test_silence_is_stale_only_where_it_means_something() -> None:
     driver.replay(*frames(2, 5))
     assert driver.state == (FeedState.READY, "")
     assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("upto", [0, 3], ids=["never published", "published"])
+def test_a_connection_that_does_not_bring_what_was_published_is_made_again(upto: int) -> None:
+    driver = ready(upto=upto)
+    driver.tick(SUBSCRIBED_S)
+    driver.replay(*frames(max(upto - 1, 0), upto))
+    driver.tick(10)
+    driver.do(driver.machine.computed(driver.now, since=driver.now - 1))
+    driver.tick(SUBSCRIBED_S)
+    driver.replay(*frames(max(upto - 1, 0), upto + 2))
+    assert driver.applied == [float(seq) for seq in range(upto + 2)]
+    assert (driver.state, driver.reconnects) == ((FeedState.READY, ""), 1)
+    driver.disconnected()
+    driver.connected()
+    driver.replay(*frames(upto + 1, upto + 2))
+    assert (driver.state, driver.reconnects) == ((FeedState.READY, ""), 1)
+
+
+def test_a_connection_is_kept_without_proof_that_it_brings_nothing() -> None:
+    driver = ready(upto=0)
+    driver.do(driver.machine.computed(driver.now + 0.5, since=driver.now + 0.1))  # before it was subscribed
+    driver.tick(SUBSCRIBED_S)
+    driver.replay(*frames(0, 2))
+    for answer in ([], frames(2, 3)):
+        driver.tick(10)
+        driver.do(driver.machine.computed(driver.now, since=driver.now - 1))
+        driver.tick(SUBSCRIBED_S)
+        driver.live(*answer)  # late
+        driver.replay(*frames(1, 2), *answer)
+    assert (driver.state, driver.reconnects, len(driver.applied)) == ((FeedState.READY, ""), 0, 3)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_without_replay_a_silent_connection_is_made_again_if_nothing_is_known(heard: bool) -> None:
+    driver = started(has_replay=False)
+    if heard:
+        driver.live(frame(0))
+    driver.tick(10)
+    driver.do(driver.machine.computed(driver.now, since=driver.now - 1))
+    driver.tick(SETTINGS.stale_after_s)
+    assert driver.state == (FeedState.STALE, "silent")
+    assert driver.reconnects == (0 if heard else 1)
 
 
 def test_an_engine_whose_events_came_owes_nothing() -> None:
