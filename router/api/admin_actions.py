@@ -72,6 +72,8 @@ class FleetActions:
 
     def remove(self, name: str, who: str) -> dict[str, Any]:
         """Remove a server; its streams continue. It stays removed while other sources still list it."""
+        if not name:
+            raise bad_request("not_a_server", "Name the server: ?engine=http://HOST:PORT.", param="engine")
         if "#" in name:
             message = (
                 f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."

@@ -58,7 +58,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.tls_cert_file is not None and self.port is None:
             raise ValueError("tls_cert_file: TLS needs a port of its own; give port")
         if self.port is not None and not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port: {self.port} is not a port number")
+            raise ValueError(f"port: {self.port} is not a port number, 0 to 65535")
 
     @property
     def tls(self) -> TlsFiles:

@@ -7,8 +7,9 @@ unknown senders are logged at most once a second, with their number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import structlog
@@ -27,7 +28,9 @@ _BODY_BYTES_MAX = 64 * 1024
 _TEXT_MAX = 200
 _UNKNOWN = "unknown"
 _REFUSED_EVERY_S = 1.0
-_T = TypeVar("_T")
+# In what msgspec says of a body.
+_FIELD = re.compile(r"field `(\w+)`|`\$\.(\w+)")
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Engine(EngineAddress, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +55,7 @@ def create_admin(
     """Make the application for ``/admin/``; ``settled`` is awaited before a change is answered."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, actions, _Audit(authenticator, stats), settled)
-    add_errors(app)
+    add_errors(app, paths="docs/discovery.md lists the paths of the admin API")
     return app
 
 
@@ -119,7 +122,7 @@ def _add_routes(
             await settled()
         return outcome
 
-    async def body(request: Request, action: str, who: str, kind: type[_T]) -> _T:
+    async def body(request: Request, action: str, who: str, kind: type[_S]) -> _S:
         try:
             return _decode(await read_body(request.receive, _BODY_BYTES_MAX), kind)
         except ApiError as error:
@@ -177,8 +180,20 @@ def _add_routes(
     app.post("/admin/engines/undrain")(undrain)
 
 
-def _decode(raw: bytes, kind: type[_T]) -> _T:
+def _decode(raw: bytes, kind: type[_S]) -> _S:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"The request body cannot be used: {error}") from None
+        fields = msgspec.structs.fields(kind)
+        told = ", ".join(f"{field.name}{_choices(field.type)}" for field in fields)
+        message = f"The request body cannot be used: {error}. Send one JSON object; its fields: {told}."
+        if not isinstance(error, msgspec.ValidationError):
+            raise bad_request("invalid_json", message) from None
+        named = _FIELD.search(str(error))
+        raise bad_request("invalid_type", message, param=named and (named[1] or named[2])) from None
+
+
+def _choices(kind: Any) -> str:
+    """The values of a field that has only a few, in words."""
+    values = [value for part in get_args(kind) if get_origin(part) is Literal for value in get_args(part)]
+    return f" ({', '.join(values)})" if values else ""

@@ -13,14 +13,14 @@ from kvatlas.router.api.asgi import ClientLeftError, OwnAnswer, error_answer, js
 from kvatlas.router.openai.errors import ApiError, internal_error, method_not_allowed, unknown_path
 
 
-def add_errors(app: FastAPI) -> None:
-    """Convert every error to OpenAI's shape."""
+def add_errors(app: FastAPI, *, paths: str) -> None:
+    """Convert every error to OpenAI's shape; ``paths`` says where those of this application are listed."""
 
     async def api_error(request: Request, error: Any) -> OwnAnswer:
         return error_answer(error, request.scope)
 
     async def unknown(request: Request, error: Any) -> OwnAnswer:
-        return error_answer(unknown_path(request.scope["path"], error.status_code), request.scope)
+        return error_answer(unknown_path(request.scope["path"], error.status_code, paths), request.scope)
 
     async def not_allowed(request: Request, error: Any) -> OwnAnswer:
         allow = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))

@@ -94,7 +94,7 @@ def create_ops(
         openapi_url=CONTROL_PREFIX + "openapi.json",
         redirect_slashes=False,
     )
-    add_errors(app)
+    add_errors(app, paths="GET /kvatlas/openapi.json lists the paths of this port")
     _add_control(app, Control(sources, readiness))
     view = view or LocalView(sources)
     _add_metrics(app, view)

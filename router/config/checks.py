@@ -290,7 +290,7 @@ _MAY_BE_ZERO = frozenset(
 
 def _check_server(server: ServerConfig) -> None:
     if not 0 <= server.port < 1 << 16:
-        raise ConfigError(f"server.port: {server.port} is not a port number")
+        raise ConfigError(f"server.port: {server.port} is not a port number, 0 to 65535")
     if server.workers != "auto" and not 1 <= server.workers <= WORKERS_MAX:
         raise ConfigError(f"server.workers = {server.workers}: expected 1 to {WORKERS_MAX}, or auto")
     if server.workers != 1 and sys.platform != "linux":
@@ -303,7 +303,7 @@ def _check_ops(config: Config) -> None:
     if number is None:
         return
     if not 0 <= number < 1 << 16:
-        raise ConfigError(f"server.ops_port: {number} is not a port number")
+        raise ConfigError(f"server.ops_port: {number} is not a port number, 0 to 65535")
     if number == server.port != 0:
         raise ConfigError(
             f"server.ops_port: {number} is the public port (server.port); give another one, or public to let "
@@ -356,7 +356,8 @@ def _check_engines(engines: Iterable[EngineAddress]) -> None:
         server = (url.scheme, url.hostname, port, url.path, engine.dp_rank)
         if server in servers:
             spelled = "" if servers[server] == own else f", also as {servers[server]}"
-            raise ConfigError(f"engines: {own} is listed twice{spelled}")
+            remedy = "list it once, or each of its ranks with dp_rank"
+            raise ConfigError(f"engines: {own} is listed twice{spelled}; {remedy}")
         servers[server] = own
         if engine.events is None:
             continue
@@ -508,7 +509,7 @@ def _check_renderers(urls: tuple[str, ...]) -> None:
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path not in {"", "/"}:
             raise ConfigError(f"prompts.renderers: {url!r} is no http://host:port")
         if urls.count(url) > 1:
-            raise ConfigError(f"prompts.renderers: {url} is listed twice")
+            raise ConfigError(f"prompts.renderers: {url} is listed twice; list it once")
 
 
 def _check_admin(config: Config) -> None:

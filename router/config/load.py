@@ -231,7 +231,7 @@ def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
             raise ConfigError(refusal(f"{prefix}{name}"))
         if name not in types:
             near = meant(f"{prefix}{name}", [f"{prefix}{key}" for key in types], prefix=prefix)
-            if not near and prefix.rstrip(".") in SECTIONS:
+            if not near and (not prefix or prefix.rstrip(".") in SECTIONS):
                 near = meant(f"{prefix}{name}", _all_keys())
             full = ((key, f"{prefix}{key}") for key in sorted(types))
             names = ", ".join(key for key, path in full if path not in SECTIONS or plain_keys(path))

@@ -76,7 +76,7 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
         for key in ("events_port", "replay_port"):
             port = getattr(self, key)
             if port is not None and not 0 < port < 1 << 16:
-                raise ValueError(f"{key}: {port} is not a port number")
+                raise ValueError(f"{key}: {port} is not a port number, 1 to 65535")
 
     @property
     def on(self) -> bool:
@@ -153,7 +153,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.inference_pool:
             self._check_pool()
         if not 0 < self.port < 1 << 16:
-            raise ValueError(f"port: {self.port} is not a port number")
+            raise ValueError(f"port: {self.port} is not a port number, 1 to 65535")
         if self.deletion_costs and not (self.selector or self.inference_pool):
             raise ValueError("deletion_costs: pods must be selected; set selector or inference_pool")
         if self.api is not None and self.kubeconfig is not None:

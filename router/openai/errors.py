@@ -87,7 +87,7 @@ def body_too_complex(steps_max: int) -> ApiError:
 
 def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
     """405: there is something at this path, for other methods."""
-    message = f"{path} does not take {echoed(method)}."
+    message = f"{path} does not take {echoed(method)}; it takes {allow}."
     return ApiError(405, "method_not_allowed", message, headers=((b"allow", allow.encode()), *_NO_RETRY))
 
 
@@ -218,9 +218,12 @@ def media_name_not_accepted() -> ApiError:
     return bad_request("media_name_not_accepted", message, param="uuid")
 
 
-def path_not_proxied() -> ApiError:
+def path_not_proxied(path: str) -> ApiError:
     """403: an engine would answer, and every client of it would feel that."""
-    message = "This path affects every client of an engine and is not forwarded."
+    message = (
+        f"{echoed(path)} affects every client of an engine and is not forwarded; ask the engine itself. "
+        "Operators of the router can pass it on by proxy.passed_paths."
+    )
     return ApiError(403, "path_not_proxied", message, kind="permission_error", headers=_NO_RETRY)
 
 
@@ -270,7 +273,7 @@ def too_often(realm: str, what: str, wait_s: int) -> ApiError:
     return ApiError(
         429,
         f"{realm}_rate_limited",
-        f"Rate limit exceeded: too many {what}; retry later.",
+        f"Rate limit exceeded: too many {what}; retry after {wait_s} s.",
         kind="rate_limit_error",
         headers=((b"retry-after", b"%d" % wait_s),),
     )

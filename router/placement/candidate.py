@@ -290,7 +290,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("slo_refuse needs service_levels = true: without it requests have no targets")
         for name, most in _SHARES.items():
             if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must lie in 0..{most:g}, got {getattr(self, name)}")
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 to {most:g}")
         for name in ("slo_ttft_ms_high", "slo_ttft_ms_normal", "slo_ttft_ms_low"):
             target_ms = getattr(self, name)
             if target_ms is not None and not 0 < target_ms < float("inf"):

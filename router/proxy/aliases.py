@@ -20,8 +20,11 @@ class Aliases:
 
     def __init__(self, shares: Mapping[str, Mapping[str, float]]) -> None:
         for name, weights in shares.items():
-            if not weights or not all(0 <= weight < float("inf") for weight in weights.values()):
-                raise ValueError(f"{name}: expected models with weights, 0 or more each")
+            if not weights:
+                raise ValueError(f"{name}: expected at least one model with its weight")
+            for model, weight in weights.items():
+                if not 0 <= weight < float("inf"):
+                    raise ValueError(f"{name}.{model} = {weight}: expected a weight, 0 or more")
             if not sum(weights.values()):
                 raise ValueError(f"{name}: one weight at least must be more than 0")
             if chained := set(weights) & set(shares):

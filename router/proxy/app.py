@@ -243,7 +243,7 @@ class ProxyApp:
                 raise unknown_path(path, remedy=remedy(path))
             if verdict is Verdict.REFUSE:
                 self.stats.paths_refused += 1
-                raise path_not_proxied()
+                raise path_not_proxied(path)
         if path in POST_PATHS and method not in _POST:
             raise method_not_allowed(method, path, "POST")
         if head.encoding:

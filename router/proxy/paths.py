@@ -119,13 +119,13 @@ def response_named(method: str, path: str) -> str | None:
 
 
 def remedy(path: str) -> str:
-    """Advice for the sender of an unknown path; "" where there is none."""
+    """Advice for the sender of an unknown path."""
     folded = _fold(path)
     if folded.startswith(_DOUBLED):
         return "/v1 is doubled: the client adds it to a base_url that has it already; take it off there"
     if f"/v1{folded}" in POST_PATHS:
         return f"/v1 is missing: the client's base_url ends in /v1, or it asks for /v1{folded}"
-    return ""
+    return "requests for engines begin with /v1/ or /v2/; operators can pass others on by proxy.passed_paths"
 
 
 def without_trailing_slashes(head: ClientHead) -> ClientHead:

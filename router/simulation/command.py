@@ -175,6 +175,10 @@ def read_fit(where: str, served_model: str | None) -> Fit:
     """Return rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises
     ``ConfigError``."""
     timing = Timing()
+    if not where.startswith(("http://", "https://")) and not Path(where).is_file():
+        raise ConfigError(
+            f"--fit {where}: no such file; give an engine's URL, its saved metrics page, or a usage record"
+        )
     with refused(f"--fit {where}", FitError, WorkloadError, OSError, UnicodeDecodeError):
         if where.startswith(("http://", "https://")):
             return fit_metrics(fetch(where), timing)
@@ -266,7 +270,10 @@ def check_numbers(
     positive: Sequence[str],
 ) -> None:
     """Check options that are given: ``bounds`` by name, and numbers above 0. Raises ``ConfigError``."""
-    allowed = [(name, least, most, f"{least:g} to {most:g}") for name, (least, most) in bounds.items()]
+    allowed = [
+        (name, least, most, f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more")
+        for name, (least, most) in bounds.items()
+    ]
     allowed += [(name, 1e-300, 1e9, "a number above 0") for name in (*positive, "kv_kib_per_token")]
     for name, least, most, expected in allowed:
         value = getattr(options, name)

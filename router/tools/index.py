@@ -92,7 +92,7 @@ def run_index_verify(
     ``engines`` add to the addresses stored in the index or override them; fields they leave out are kept.
     """
     if not 0 <= settle_s <= 3600:
-        raise ConfigError(f"--settle: {settle_s} is not in 0..3600")
+        raise ConfigError(f"--settle: {settle_s} is not 0 to 3600")
     given: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
 
     async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:

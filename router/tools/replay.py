@@ -86,7 +86,7 @@ def _check(options: ReplayOptions) -> None:
     if options.to_seq is not None and options.to_seq < 0:
         raise ConfigError(f"--to-seq: {options.to_seq} is not a number of 0 or more")
     if not 1 <= options.samples <= 10_000:
-        raise ConfigError(f"--samples: {options.samples} is not in 1..10000")
+        raise ConfigError(f"--samples: {options.samples} is not 1 to 10000")
 
 
 def _frames(options: ReplayOptions) -> Iterator[CapturedFrame]:

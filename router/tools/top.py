@@ -155,7 +155,7 @@ _HINT = "q quits"
 def run_top(router: str, *, interval_s: float, once: bool, as_json: bool) -> int:
     """Returns 0, or 1 if a single snapshot is unavailable. Raises ``ConfigError`` for invalid arguments."""
     if not 0.05 <= interval_s <= 3600:
-        raise ConfigError(f"--interval: {interval_s} is not in 0.05..3600")
+        raise ConfigError(f"--interval: {interval_s} is not 0.05 to 3600")
     url = router_url(router)
     if url is None:
         raise AssertionError("a URL was given")

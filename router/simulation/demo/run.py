@@ -112,13 +112,13 @@ def run_demo(
     the engines prefill for the others, with this connector. Raises ``ConfigError`` for invalid arguments.
     """
     if not 1 <= engines <= 64:
-        raise ConfigError(f"--engines: {engines} is not in 1..64")
+        raise ConfigError(f"--engines: {engines} is not 1 to 64")
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port: {port} is not a port number")
+        raise ConfigError(f"--port: {port} is not a port number, 0 to 65535")
     if not 0 < seconds <= 86_400:
-        raise ConfigError(f"--seconds: {seconds} is not in 0..86400")
+        raise ConfigError(f"--seconds: {seconds} is not above 0 and at most 86400")
     if not 1 <= replicas <= 16:
-        raise ConfigError(f"--replicas: {replicas} is not in 1..16")
+        raise ConfigError(f"--replicas: {replicas} is not 1 to 16")
     if pd and engines < 2:
         raise ConfigError(f"--pd: needs at least 2 engines, one for each role; --engines is {engines}")
     if pd and gateway:

@@ -60,9 +60,9 @@ def run_doctor(
 def _check_seconds(seconds: float, timeout_s: float) -> None:
     """Validate both options. Raises ``ConfigError``."""
     if not 0 <= seconds <= _SECONDS_MAX:
-        raise ConfigError(f"--seconds: {seconds} is not in 0..{_SECONDS_MAX:g}")
+        raise ConfigError(f"--seconds: {seconds} is not 0 to {_SECONDS_MAX:g}")
     if not 0 < timeout_s <= _SECONDS_MAX:
-        raise ConfigError(f"--timeout: {timeout_s} is not above 0 and up to {_SECONDS_MAX:g}")
+        raise ConfigError(f"--timeout: {timeout_s} is not above 0 and at most {_SECONDS_MAX:g}")
 
 
 async def _examine(config: Config, url: str | None, settings: ExamineSettings, *, quiet: bool) -> Evidence:

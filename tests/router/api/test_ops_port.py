@@ -170,7 +170,7 @@ def test_where_it_listens_by_default(tmp_path: Path) -> None:
     ("server", "told"),
     [
         ("port = 9001", "server.ops_port: 9001 is the public port"),
-        ("ops_port = 70000", "server.ops_port: 70000 is not a port number"),
+        ("ops_port = 70000", "server.ops_port: 70000 is not a port number, 0 to 65535"),
         ('ops_port = "none"', "server.ops_port = 'none'"),
         ('ops_host = "0.0.0.0"', "server.ops_host = '0.0.0.0': anyone who reaches it could read"),
         ('ops_open = true\nops_token_file = "x"', "server.ops_open: with it no token is needed"),

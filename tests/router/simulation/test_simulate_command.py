@@ -164,7 +164,10 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL, "--seeds", "0"], "--seeds 0: expected 1 to 100"),
         ([*SMALL, "--load", "-1"], "--load -1.0: expected a number above 0"),
         ([*SMALL, "--block-tokens", "48"], "block_size = 48; a workload identifies tokens in units of 512"),
-        ([*SMALL, "--served-model", "m", "--fit", "nowhere"], "--fit nowhere: .*No such file"),
+        (
+            [*SMALL, "--served-model", "m", "--fit", "nowhere"],
+            "--fit nowhere: no such file; give an engine's URL",
+        ),
     ],
 )
 def test_impossible_arguments_are_named(words: list[str], said: str) -> None:

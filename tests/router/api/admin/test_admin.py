@@ -206,15 +206,16 @@ async def test_every_change_is_in_the_log_with_who_and_what_became_of_it(tmp_pat
         ("POST", "", {"base_url": "ftp://x"}, 400, "invalid_engine"),
         ("POST", "", {"base_url": "http://x:1", "replay": "tcp://x:2"}, 400, "invalid_engine"),
         ("POST", "", {"base_url": "http://x:1", "dp_rank": -1}, 400, "invalid_engine"),
-        ("POST", "", {"base_url": 5}, 400, "invalid_json"),
-        ("POST", "", {"base_url": "http://x:1", "weight": 5}, 400, "invalid_json"),
-        ("POST", "", {}, 400, "invalid_json"),
+        ("POST", "", {"base_url": 5}, 400, "invalid_type"),
+        ("POST", "", {"base_url": "http://x:1", "weight": 5}, 400, "invalid_type"),
+        ("POST", "", {}, 400, "invalid_type"),
         ("POST", "", {"base_url": "http://" + "x" * 70_000}, 413, "body_too_large"),
         ("POST", "/drain", {"engine": "http://nobody:1"}, 404, "engine_not_found"),
         ("POST", "/undrain", {"engine": "http://nobody:1"}, 404, "engine_not_found"),
-        ("POST", "/drain", {"name": "x"}, 400, "invalid_json"),
-        ("POST", "/drain", {"engine": "http://x:1", "deadline_s": "30"}, 400, "invalid_json"),
-        ("DELETE", "", None, 404, "engine_not_found"),
+        ("POST", "/drain", {"name": "x"}, 400, "invalid_type"),
+        ("POST", "/drain", {"engine": "http://x:1", "deadline_s": "30"}, 400, "invalid_type"),
+        ("DELETE", "", None, 400, "not_a_server"),
+        ("DELETE", "?engine=http://nobody:1", None, 404, "engine_not_found"),
         ("DELETE", "?engine=http://x:1%23dp0", None, 400, "not_a_server"),
         ("PUT", "", {}, 405, "method_not_allowed"),
         ("GET", "/elsewhere", None, 404, "path_not_found"),
@@ -227,8 +228,27 @@ async def test_errors_have_the_shape_of_the_house(
         got, answer, _ = await admin.ask(method, path, body)
         assert (got, answer["error"]["code"]) == (status, code)
         assert set(answer["error"]) == {"message", "type", "param", "code"}
-        assert code != "not_a_server" or answer["error"]["message"].endswith("remove the server http://x:1.")
+        message = answer["error"]["message"]
+        assert "%23" not in path or message.endswith("remove the server http://x:1.")
         assert list(await admin.listed()) == [one.base_url]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "told"),
+    [
+        ({}, "base_url", "missing required field `base_url`"),
+        ({"base_url": "http://x:1", "weight": 5}, "weight", "its fields: base_url, "),
+        ({"base_url": "http://x:1", "role": "p"}, "role", "role (prefill, decode, both)"),
+        ({"base_url": "http://x:1", "dp_rank": "a"}, "dp_rank", "got `str`"),
+    ],
+)
+async def test_a_bad_field_is_named_with_what_is_possible(
+    tmp_path: Path, body: Any, param: str, told: str
+) -> None:
+    async with running({}) as (one,), administered(tmp_path, one) as admin:
+        _, answer, _ = await admin.ask("POST", "", body)
+        assert answer["error"]["param"] == param
+        assert told in answer["error"]["message"]
 
 
 async def test_a_rate_limit_affects_one_name_only(tmp_path: Path) -> None:
@@ -312,7 +332,10 @@ async def test_a_full_fleet_takes_no_more(tmp_path: Path) -> None:
             "admin.tls_cert_file: TLS needs a port of its own; give port",
         ),
         ('enabled = true\nclient_ca_file = "x"\nport = 1', "admin.client_ca_file: needs tls_cert_file"),
-        ('enabled = true\ntoken_file = "x"\nport = 70000', "admin.port: 70000 is not a port number"),
+        (
+            'enabled = true\ntoken_file = "x"\nport = 70000',
+            "admin.port: 70000 is not a port number, 0 to 65535",
+        ),
         ('enabled = true\ntoken_file = "x"\nport = 8000', "admin.port: 8000 is the router's own"),
         (
             'enabled = true\nport = 1\ntoken_file = "x"\ntls_cert_file = "/no/c"\ntls_key_file = "/no/k"',

@@ -250,7 +250,7 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["--router", "nonsense"], "--router 'nonsense': expected http://HOST:PORT"),
         (["--router", "http://h:99999"], "expected http://HOST:PORT"),
-        (["--interval", "0"], "--interval: 0.0 is not in 0.05..3600"),
+        (["--interval", "0"], "--interval: 0.0 is not 0.05 to 3600"),
         (["--interval", "nan"], "--interval: nan"),
     ],
 )
