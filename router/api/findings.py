@@ -1,7 +1,7 @@
 """Rules: what is wrong with the engines of a running router, and with the router itself.
 
 Each rule reads live state, asks nothing of the network, and yields findings
-(``router/observe/findings.py``). The ids are those of docs/tools.md, "Problems of a running router".
+(``router/observe/findings.py``). The ids are those of docs/troubleshooting.md, "The list of problems".
 """
 
 from __future__ import annotations

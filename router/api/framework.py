@@ -14,7 +14,7 @@ from kvatlas.router.openai.errors import ApiError, internal_error, method_not_al
 
 
 def add_errors(app: FastAPI, *, paths: str) -> None:
-    """Convert every error to OpenAI's shape; ``paths`` says where those of this application are listed."""
+    """Convert every error to OpenAI's shape; ``paths``: how to list those of this application."""
 
     async def api_error(request: Request, error: Any) -> OwnAnswer:
         return error_answer(error, request.scope)

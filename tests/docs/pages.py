@@ -18,6 +18,9 @@ from tests.support.paths import ROOT
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
+_PROGRAM = re.compile(
+    r"\bpython (?:-m ((?:benchmarks|scripts|tests|kvatlas)[\w.]*)|([\w/]+)\.py)((?: +[^\s|>#`;]+)*)"
+)
 
 
 @cache
@@ -56,14 +59,27 @@ def inline_code(page: Path) -> list[str]:
     return _INLINE.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
+def _lines(page: Path) -> Iterator[str]:
+    """Lines of code blocks, and inline code."""
+    for block in _FENCE.findall(page.read_text(encoding="utf-8")):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from inline_code(page)
+
+
 def command_lines(page: Path, program: str) -> Iterator[list[str]]:
     """Words of every use of ``program`` in code blocks and inline code."""
-    text = page.read_text(encoding="utf-8")
-    lines = [line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
-    for line in [*lines, *inline_code(page)]:
+    for line in _lines(page):
         words = shlex.split(line, comments=True) if line.startswith(f"{program} ") else []
         if words:
             yield words[1:]
+
+
+def programs(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The repository's own programs that the page runs by Python: each file or folder, and its flags."""
+    for line in _lines(page):
+        for module, path, rest in _PROGRAM.findall(line):
+            name = module.replace(".", "/") or path
+            yield name if (ROOT / name).is_dir() else f"{name}.py", re.findall(r"--[a-z][\w-]*", rest)
 
 
 def transfer_configs(page: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""docs/tools.md lists every problem that a running router can report, with its severity."""
+"""docs/troubleshooting.md lists every problem that a running router can report, with its severity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from tests.docs.pages import table_rows
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "tools.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 RULES = (ROOT / "router/api/findings.py").read_text(encoding="utf-8")
 _RULE = re.compile(r'_(info|warning|error)\(\s*f?"([\w.{}]+)"')
 

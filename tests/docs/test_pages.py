@@ -11,7 +11,16 @@ import pytest
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import SECTIONS
 from kvatlas.router.config.removed import REMOVED
-from tests.docs.pages import anchors, command_lines, connector_metrics, files, inline_code, links, pages
+from tests.docs.pages import (
+    anchors,
+    command_lines,
+    connector_metrics,
+    files,
+    inline_code,
+    links,
+    pages,
+    programs,
+)
 from tests.support.paths import ROOT
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
@@ -66,6 +75,18 @@ def test_make_targets_exist(page: Path) -> None:
         assert re.search(rf"^{re.escape(words[0])}:", makefile, re.MULTILINE), f"make {words[0]}"
 
 
+@pytest.mark.parametrize("page", [p for p in pages() if "decisions" not in p.parts], ids=page_id)
+def test_programs_of_the_checkout_and_their_flags_exist(page: Path) -> None:
+    for program, flags in programs(page):
+        found = ROOT / program
+        sources = [found] if found.is_file() else [*found.glob("*.py")]
+        assert sources, f"{page_id(page)}: {program}"
+        text = "".join(source.read_text(encoding="utf-8") for source in sources)
+        for flag in flags:
+            known = flag in text or flag.removeprefix("--").replace("-", "_") in text
+            assert known, f"{page_id(page)}: {program} {flag}"
+
+
 @pytest.mark.parametrize("page", [p for p in pages() if "charts" not in p.parts], ids=page_id)
 def test_settings_exist(page: Path) -> None:
     pattern = re.compile(rf"({'|'.join(SECTIONS)})\.([a-z_]+)(\*?)")
@@ -93,6 +114,12 @@ def test_files_exist(page: Path) -> None:
     for text in inline_code(page):
         if pattern.fullmatch(text):
             assert (ROOT / text).exists(), f"{page_id(page)}: {text}"
+
+
+def test_programs_are_found_in_pages() -> None:
+    named = [*programs(ROOT / "README.md")]
+    assert ("benchmarks/legs.py", ["--rounds"]) in named
+    assert ("benchmarks/routing.py", []) in named
 
 
 def test_the_readme_starts_with_two_commands() -> None:
