@@ -51,6 +51,7 @@ _TEMPLATES: Final = "additional_chat_templates"
 _ENTRIES_MAX: Final = 10_000
 _FILES_MAX: Final = 64
 _METADATA_TIMEOUT_S: Final = 10.0
+_CODE: Final = re.compile(r"^\[Errno -?\d+\] ")
 _DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -278,6 +279,6 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
         )
     return TokenizerProblem(
         "unreachable",
-        f"{source}: {text or describe_error(error)}",
+        f"{source}: the hub cannot be reached: {_CODE.sub('', text) or describe_error(error)}",
         "let the router reach the hub, name a mirror (prompts.hub_endpoint), or give --tokenizer DIR",
     )

@@ -67,9 +67,12 @@ def _lines(page: Path) -> Iterator[str]:
 
 
 def command_lines(page: Path, program: str) -> Iterator[list[str]]:
-    """Words of every use of ``program`` in code blocks and inline code."""
+    """Words of every use of ``program`` in code blocks and inline code, also in a container (``docker``,
+    ``kubectl exec``)."""
     for line in _lines(page):
-        words = shlex.split(line, comments=True) if line.startswith(f"{program} ") else []
+        inner = re.sub(rf"^(docker|kubectl) .*\b{program} +(?=[a-z])", f"{program} ", line)
+        command = inner.removeprefix("$ ")
+        words = shlex.split(command, comments=True) if command.startswith(f"{program} ") else []
         if words:
             yield words[1:]
 
