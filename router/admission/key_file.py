@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from kvatlas.router.admission.fair_queue import Priority
-from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.error_texts import describe_error, fields_of
 from kvatlas.router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
@@ -269,9 +269,17 @@ def _entry_fault(tree: dict[str, Any], fault: str) -> str:
         try:
             msgspec.convert(rules, TenantRules)
         except msgspec.ValidationError:
-            place = place.replace("tenants[...]", f"tenants.{name}")
+            place = place.replace("tenants[...]", f"tenants.{name}").rstrip("`")
+            key = place.rpartition(".")[2]
+            if isinstance(rules, dict) and key in rules:
+                place += f" = {rules[key]!r}"
             break
-    return f"{place.rstrip('`')}: {why}" if place else why
+    place = place.rstrip("`")
+    if "unknown field" in why or "enum value" in why:
+        entry = KeyEntry if place.startswith("keys[") else KeyTable
+        kind = TenantRules if place.startswith("tenants.") else entry
+        why += f"; expected {fields_of(kind)}"
+    return f"{place}: {why}" if place else why
 
 
 def check_tenant_name(name: str, where: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -20,6 +20,7 @@ from kvatlas.router.api.admin_auth import AdminStats, Authenticator
 from kvatlas.router.api.asgi import read_body
 from kvatlas.router.api.framework import add_errors, as_json
 from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.error_texts import fields_of
 from kvatlas.router.observe.log_throttle import LogThrottle
 from kvatlas.router.openai.errors import ApiError, bad_request
 
@@ -184,16 +185,10 @@ def _decode(raw: bytes, kind: type[_S]) -> _S:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        fields = msgspec.structs.fields(kind)
-        told = ", ".join(f"{field.name}{_choices(field.type)}" for field in fields)
-        message = f"The request body cannot be used: {error}. Send one JSON object; its fields: {told}."
+        message = (
+            f"The request body cannot be used: {error}. Send one JSON object; its fields: {fields_of(kind)}."
+        )
         if not isinstance(error, msgspec.ValidationError):
             raise bad_request("invalid_json", message) from None
         named = _FIELD.search(str(error))
         raise bad_request("invalid_type", message, param=named and (named[1] or named[2])) from None
-
-
-def _choices(kind: Any) -> str:
-    """The values of a field that has only a few, in words."""
-    values = [value for part in get_args(kind) if get_origin(part) is Literal for value in get_args(part)]
-    return f" ({', '.join(values)})" if values else ""

@@ -25,6 +25,7 @@ from kvatlas.router.fleet.engines import (
     SourceStats,
 )
 from kvatlas.router.http.addresses import base_url_fault, split_address
+from kvatlas.router.http.error_texts import fields_of
 
 _log = structlog.get_logger()
 DRAINED = "drained in the file"
@@ -88,7 +89,9 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
         entries = msgspec.convert(tree, _List).engines
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadListError(f"not a list of engines: {error}") from None
+        raise BadListError(
+            f"not a list of engines: {error}; keys of an engine: {fields_of(_Entry)}"
+        ) from None
     found: dict[str, DiscoveredEngine] = {}
     for entry in entries:
         fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import ssl
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -78,3 +79,14 @@ def _os_error_text(error: OSError) -> str:
         (number,) = numbers
         return _OS_TEXTS.get(number) or os.strerror(number)[:1].lower() + os.strerror(number)[1:]
     return error.strerror or str(error) or "failed without a reason"
+
+
+def fields_of(struct: type[msgspec.Struct]) -> str:
+    """Names of its fields, with the values of those that have only a few."""
+    return ", ".join(f"{one.name}{_choices(one.type)}" for one in msgspec.structs.fields(struct))
+
+
+def _choices(kind: Any) -> str:
+    parts = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    values = [str(value) for part in parts for value in get_args(part)]
+    return f" ({', '.join(values)})" if values else ""

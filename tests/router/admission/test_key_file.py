@@ -27,10 +27,10 @@ def entry(tenant: str, key: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[tenants.a]\nrequests_per_minute = 0\n", "tenants.a.requests_per_minute: Expected `int` >= 1"),
+        ("[tenants.a]\nrequests_per_minute = 0\n", "tenants.a.requests_per_minute = 0: Expected `int` >= 1"),
         (
             "[tenants.a]\n[tenants.b]\nrequest_per_minute = 5\n",
-            "tenants.b: Object contains unknown field `request_per_minute`",
+            "tenants.b: Object contains unknown field `request_per_minute`; expected wait_target_s, ",
         ),
         ("[tenants.a]\nwait_target_low_s = 0.0\n", "tenants.a: wait_target_low_s = 0.0: expected seconds"),
         ('[tenants."a b"]\n', "'a b'"),
@@ -38,7 +38,10 @@ def entry(tenant: str, key: str) -> str:
         ("[tenants.a]\n" + entry("a", "k") * 2, "keys[1].sha256: this key stands there twice"),
         ('[tenants.a]\n[[keys]]\ntenant = "a"\nsha256 = "key itself"\n', "keys[0].sha256: Expected 64 hexa"),
         ("tenants = 3\n", "tenants: Expected `object`"),
-        ("[[key]]\n", "unknown field `key`"),
+        ('[tenants.a]\npriority = "top"\n', "tenants.a.priority = 'top': Invalid enum value 'top'"),
+        ('[tenants.a]\npriority = "top"\n', "priority (high, normal, low)"),
+        ('[tenants.a]\n[[keys]]\nowner = "a"\n', "unknown field `owner`; expected tenant, sha256"),
+        ("[[key]]\n", "unknown field `key`; expected tenants, keys"),
         ("[tenants", "Expected"),
         ("\xff", ""),
     ],
