@@ -265,7 +265,7 @@ def test_transfers_that_went_wrong_are_shown_as_the_engine_counts_them(sources: 
     assert values(sources, "kvatlas_engine_transfers_wrong") == {key: 2.0}
 
 
-def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
+async def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
     found = list(all_families(sources))
     turns = 0
 
@@ -275,13 +275,9 @@ def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
             turns += 1
             await asyncio.sleep(0)
 
-    async def both() -> bytes:
-        beside = asyncio.create_task(other())
-        page = await run_cooperatively(page_steps(found, pause_every_s=0.0))
-        beside.cancel()
-        return page
-
-    page = asyncio.run(both())
+    beside = asyncio.create_task(other())
+    page = await run_cooperatively(page_steps(found, pause_every_s=0.0))
+    beside.cancel()
     assert turns >= len(found)
     assert page == at_once(page_steps(found, pause_every_s=float("inf")))
 

@@ -10,6 +10,7 @@ from benchmarks.decision import Bench, chat, decide_by
 from benchmarks.layouts import LAYOUTS
 from benchmarks.steps import Steps, counting
 from kvatlas.router.placement.placement import Decision
+from tests.support.waiting import run
 
 ENGINES = 160
 
@@ -43,7 +44,7 @@ async def _decided(layout: str, engines: int, turns: int, held: float, steps: St
 )
 def test_a_decision_before_many_shadows_takes_turns(layout: str, held: float) -> None:
     with counting(lines=True) as steps:
-        decision = asyncio.run(_decided(layout, ENGINES, 8, held, steps))
+        decision = run(_decided(layout, ENGINES, 8, held, steps))
     assert len(decision.engines) == ENGINES
     assert (decision.hit.whole_tokens > 0) == (held > 0)
     # The look-ups of some 80 engines, or the costs of all of them.

@@ -20,6 +20,7 @@ from benchmarks.steps import Conversation, Steps, both_turns, counting
 from kvatlas.router.placement import engine as engine_module
 from kvatlas.router.placement import inflight
 from tests.support.examples import some
+from tests.support.waiting import run
 from tests.support.worst_bodies import long_prompts
 
 LINES_MAX = {True: 50_000, False: 200_000}
@@ -50,13 +51,13 @@ CASES = [
 def _first_request() -> None:
     """Steps of the first request of a process only."""
     with counting(lines=False) as steps:
-        asyncio.run(both_turns(LAYOUTS["full"], 1000, steps, form="chat", events=True))
+        run(both_turns(LAYOUTS["full"], 1000, steps, form="chat", events=True))
 
 
 @pytest.mark.parametrize(("layout", "tokens", "form", "events"), CASES)
 def test_no_step_of_a_request_is_long(layout: str, tokens: int, form: str, events: bool) -> None:
     with counting(lines=True) as steps:
-        cold, following = asyncio.run(both_turns(LAYOUTS[layout], tokens, steps, form=form, events=events))
+        cold, following = run(both_turns(LAYOUTS[layout], tokens, steps, form=form, events=events))
     assert max(cold.lines, following.lines) <= LINES_MAX[events]
     if events:
         # Its blocks are there, up to those of a window or chunk, and what a drafter drops.
@@ -70,7 +71,7 @@ def test_no_step_of_a_prompt_of_any_content_is_long(size: int, layout: str, even
     """Up to ``prompts.prompt_bytes_max`` they are read, though many have more tokens than any model takes."""
     for name, (path, body) in long_prompts(size).items():
         with counting(lines=True) as steps:
-            asyncio.run(placed(LAYOUTS[layout], path, body, steps, events=events))
+            run(placed(LAYOUTS[layout], path, body, steps, events=events))
         assert steps.most_lines <= LINES_MAX[False], name
 
 
@@ -92,7 +93,7 @@ def test_a_step_for_each_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine_module, "kept_prefixes", one_by_one)
     with counting(lines=True) as steps:
-        turns = asyncio.run(both_turns(LAYOUTS["full"], 4_000, steps, form="ids", events=True))
+        turns = run(both_turns(LAYOUTS["full"], 4_000, steps, form="ids", events=True))
     assert max(turn.lines for turn in turns) > LINES_MAX[True]
 
 
@@ -121,4 +122,4 @@ def kept_bytes(layout: str, tokens: int, *, events: bool) -> int:
             conversation.close()
 
     with counting(lines=False) as steps:
-        return asyncio.run(ask())
+        return run(ask())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import socket
@@ -18,6 +17,7 @@ from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router import cli
 from kvatlas.router.__main__ import run
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 FILE = ROOT / "tests" / "data" / "traces" / "README.md"
 
@@ -92,18 +92,14 @@ def test_a_taken_port_of_an_engine_is_named(taken: int, capsys: pytest.CaptureFi
     assert f"Address already in use (addr='tcp://127.0.0.1:{taken}')" in said
 
 
-def test_an_engine_that_could_not_start_leaves_no_port_taken(taken: int) -> None:
-    async def main(port: int) -> None:
-        with pytest.raises(OSError, match="event subscribers"):
-            await SimulatedEngine(EngineSettings(port=port, events_port=taken)).start()
-        engine = SimulatedEngine(EngineSettings(port=port))
-        await engine.start()
-        await engine.stop()
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    asyncio.run(main(port))
+@pytest.mark.real  # ports of the kernel
+async def test_an_engine_that_could_not_start_leaves_no_port_taken(taken: int) -> None:
+    port = free_port()
+    with pytest.raises(OSError, match="event subscribers"):
+        await SimulatedEngine(EngineSettings(port=port, events_port=taken)).start()
+    engine = SimulatedEngine(EngineSettings(port=port))
+    await engine.start()
+    await engine.stop()
 
 
 @pytest.mark.parametrize("path", ["/proc/log.jsonl", "/dev/null/log.jsonl", "x" * 300])

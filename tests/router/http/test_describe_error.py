@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import pytest
 from kvatlas.router.http.client import HttpClient
 from kvatlas.router.http.error_texts import describe_error
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+from tests.support.waiting import run
 
 CLASS_NAMES_ALLOWED = {
     # a fault of ours, shown with the request to report it: the name helps to find it
@@ -37,7 +38,7 @@ def failure(url: str, *, timeout_s: float = 2.0) -> BaseException:
                 return error
         raise AssertionError("it was answered")
 
-    return asyncio.run(ask())
+    return run(ask())
 
 
 @pytest.fixture
@@ -49,10 +50,9 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
 
 
+@pytest.mark.real  # sockets of the kernel
 def test_a_refused_port_a_silent_one_and_an_unknown_host(silent: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     assert describe_error(failure(f"http://127.0.0.1:{port}/")) == "connection refused"
     assert describe_error(failure(f"http://localhost:{port}/")) == "connection refused"  # IPv6 and IPv4
     assert describe_error(failure(silent, timeout_s=0.05)) == "no answer in time"

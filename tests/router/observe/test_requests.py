@@ -298,23 +298,20 @@ async def test_counts_are_read_with_what_was_deferred() -> None:
     assert [len(tracker.books), len(tracker.ended)] == [0, 3]
 
 
-def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest() -> None:
+async def test_after_an_update_that_ends_the_program_the_next_reader_applies_the_rest() -> None:
     """``KeyboardInterrupt`` in one of them must not leave all later ones waiting for ever."""
 
-    async def interrupted() -> None:
-        def interrupt() -> None:
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-        books, seen = Books(), list[int]()
-        books.add(interrupt)
-        books.add(seen.append, 1)
-        with pytest.raises(KeyboardInterrupt):
-            books.settle()
-        books.add(seen.append, 2)
+    books, seen = Books(), list[int]()
+    books.add(interrupt)
+    books.add(seen.append, 1)
+    with pytest.raises(KeyboardInterrupt):
         books.settle()
-        assert (seen, len(books)) == ([1, 2], 0)
-
-    asyncio.run(interrupted())
+    books.add(seen.append, 2)
+    books.settle()
+    assert (seen, len(books)) == ([1, 2], 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import email.parser
 import email.policy
@@ -23,6 +22,7 @@ from kvatlas.router.openai.errors import ApiError
 from kvatlas.router.openai.forms import FIELDS_MAX, Form, form_type, read_form
 from kvatlas.router.openai.members import at_once
 from tests.support.examples import examples
+from tests.support.waiting import run
 
 KIND = b"multipart/form-data; boundary=x7"
 URLENCODED = b"application/x-www-form-urlencoded"
@@ -73,7 +73,7 @@ def by_aiohttp() -> tuple[bytes, bytes]:
         await payload.write(writer)
         return payload.headers["content-type"].encode(), writer.data
 
-    return asyncio.run(main())
+    return run(main())
 
 
 def by_httpx() -> tuple[bytes, bytes]:
@@ -252,7 +252,7 @@ def by_reader(body: bytes) -> list[tuple[str, bytes]]:
             found.append((str(part.name), bytes(await part.read())))
         return found
 
-    return asyncio.run(main())
+    return run(main())
 
 
 PIECES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import AsyncMock
@@ -136,7 +135,7 @@ def test_refusals_follow_the_present_errors() -> None:
     assert refused.target_s == pytest.approx(0.2)
 
 
-def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> None:
+async def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> None:
     """A decision hands the load of the others to the queue, which counts it for a second."""
     now = [100.0]
     accounts = Accounts(lambda: now[0])
@@ -159,7 +158,7 @@ def test_other_routers_load_keeps_an_engine_saturated_while_it_is_fresh() -> Non
     gate = planner.gate
     assert gate is not None
     assert gate._look().gap_s(("m", None, 0.0)) < 0, "it has room"
-    asyncio.run(planner.explain(InboundRequest("POST", "/v1/chat/completions", b"", [], b"{}", "m")))
+    await planner.explain(InboundRequest("POST", "/v1/chat/completions", b"", [], b"{}", "m"))
     assert gate._look().gap_s(("m", None, 0.0)) > 10.0
     now[0] += 1.1
     assert gate._look().gap_s(("m", None, 0.0)) < 0, "older statements are not believed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from kvatlas.publisher.block_hash import HashScheme
 from kvatlas.router.prompts.reader import Prompt, PromptReader
 from kvatlas.router.prompts.settings import PromptSettings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_prompt, request, say
+from tests.support.waiting import run
 
 BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20)
 BOUND = (1 << 20) + 2 * (1 << 18)
@@ -96,7 +96,7 @@ def _send(side: PromptReader, kind: str, numbers: range) -> None:
             if isinstance(prompt, Prompt):
                 await side.hashes(prompt, HashScheme())
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_oversized_entries_are_not_cached(folder: Path) -> None:
@@ -120,6 +120,6 @@ def test_a_model_that_is_taken_out_takes_its_caches_along(folder: Path) -> None:
     side = local_reader(folder, BOUNDS)
     read(side, chat(say("user", "a question"), tools=[tool(1, {})]))
     assert side.stats.context_bytes > 0
-    asyncio.run(side.set_models({}))
+    run(side.set_models({}))
     assert side.stats.context_bytes == 0
     side.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.support.prompts.readers import (
     request,
     say,
 )
+from tests.support.waiting import run
 
 SCHEME = HashScheme()
 SCHEMES = (
@@ -381,12 +381,12 @@ def test_long_prompts_take_the_worker_and_give_the_same(
             unbounded.setattr("kvatlas.router.prompts.reader.INLINE_BLOCKS_MAX", 10**9)
             expected = read_exact(inline, body)
 
-        async def run(reader: PromptReader = threaded) -> tuple[Prompt, list[int]]:
+        async def ask(reader: PromptReader = threaded) -> tuple[Prompt, list[int]]:
             prompt = await reader.read(request(body))
             assert isinstance(prompt, Prompt)
             return prompt, list(await reader.hashes(prompt, SCHEME))
 
-        prompt, hashes = asyncio.run(run())
+        prompt, hashes = run(ask())
         assert prompt.token_ids == expected.token_ids
         assert hashes == block_hashes(expected.token_ids, SCHEME)
         assert threaded.stats.worker_jobs >= 3

@@ -36,6 +36,7 @@ from tests.support.prompts.readers import (
     request,
     say,
 )
+from tests.support.waiting import run
 
 COMPLETION = "/v1/completions"
 IMAGE = say(
@@ -161,7 +162,7 @@ def test_engine_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def burst() -> list[Prompt | TextAffinity]:
         return await asyncio.gather(*(side.read(request(HELLO)) for _ in range(10)))
 
-    assert all(isinstance(found, TextAffinity) for found in asyncio.run(burst()))
+    assert all(isinstance(found, TextAffinity) for found in run(burst()))
     assert len(engine.calls) == 3
     assert side.stats.engine_skipped == 7
 
@@ -327,7 +328,7 @@ def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
     async def burst() -> list[Prompt | TextAffinity]:
         return await asyncio.gather(*(side.read(request(chat(say("user", f"{n} " * 500)))) for n in range(8)))
 
-    found_all = asyncio.run(burst())
+    found_all = run(burst())
     busy = [one for one in found_all if isinstance(one, TextAffinity) and one.reason == "busy"]
     assert len(busy) == side.stats.worker_full == 7
 
@@ -338,10 +339,10 @@ def test_models_can_be_replaced_and_unchanged_ones_keep_their_caches(tmp_path: P
     side = reader({"m": config})
     kept = side.local_model("m")
     other = ModelPrompts(tokenizer_dir=str(model_dir(tmp_path / "b", "turns")))
-    asyncio.run(side.set_models({"m": config, "n": other, "o": ModelPrompts()}))
+    run(side.set_models({"m": config, "n": other, "o": ModelPrompts()}))
     assert side.local_model("m") is kept
     assert read_exact(side, HELLO, model="n").token_ids != read_exact(side, HELLO, model="m").token_ids
-    asyncio.run(side.set_models({"m": other}))
+    run(side.set_models({"m": other}))
     assert side.local_model("m") is not kept
 
 
@@ -392,10 +393,10 @@ def test_an_engine_is_asked_in_the_clients_name_or_in_nobodys() -> None:
     engine = Engine({RENDER: 403, "/tokenize": {"tokens": [1, 2]}})
     side = engine_reader(engine)
     asked = request(HELLO)
-    asyncio.run(side.read(asked))
+    run(side.read(asked))
     assert engine.headers == [{}, {}]
     asked.headers = [(b"authorization", b"Bearer c\xe9"), (b"cookie", b"x")]
-    asyncio.run(side.read(asked))
+    run(side.read(asked))
     assert engine.headers[2:] == [{"authorization": "Bearer c\xe9"}]
 
 

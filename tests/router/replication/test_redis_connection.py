@@ -56,7 +56,7 @@ async def talk(answer: Answer, body: Callable[[PipelinedConnection], Awaitable[N
     await server.wait_closed()
 
 
-def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
+async def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
     go = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +73,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
         assert await within(future, 10) == [3]
         assert link.waited_s == 0
 
-    asyncio.run(talk(answer, body))
+    await talk(answer, body)
 
 
 @pytest.mark.parametrize("after_us", range(0, 1000, 100))
@@ -99,7 +99,7 @@ def test_a_command_that_connects_leaves_no_connection_when_its_master_is_closed(
     run_with(main)
 
 
-def test_replies_in_pieces() -> None:
+async def test_replies_in_pieces() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         for byte in b"*3\r\n$3\r\na\r\n\r\n$-1\r\n*1\r\n:7\r\n-ERR no\r\n":
@@ -113,7 +113,7 @@ def test_replies_in_pieces() -> None:
         assert first == [b"a\r\n", None, [7]]
         assert (second.status_code, str(second)) == ("ERR", "no")
 
-    asyncio.run(talk(answer, body))
+    await talk(answer, body)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_replies_in_pieces() -> None:
         (b"", "ERR"),
     ],
 )
-def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason: str) -> None:
+async def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"-%b\r\n" % error)
@@ -140,7 +140,7 @@ def test_errors_of_the_server_are_named_by_their_first_word(error: bytes, reason
         found = unavailable(reply)
         assert (type(found), found.reason) == (ServerError, reason)
 
-    asyncio.run(talk(answer, body))
+    await talk(answer, body)
 
 
 def test_a_refused_connection_is_described_once() -> None:
@@ -153,7 +153,7 @@ def test_a_refused_connection_is_described_once() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b":1\r\n", b"?nonsense\r\n"])
-def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
+async def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(said)
@@ -167,10 +167,10 @@ def test_a_lost_connection_fails_what_waits(said: bytes) -> None:
         with pytest.raises(IndexUnavailable, match="connection"):
             await link.send(b"z", 1, 10)
 
-    asyncio.run(talk(answer, body))
+    await talk(answer, body)
 
 
-def test_the_queue_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.router.replication.redis_connection._WAITING_MAX", 3)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -183,7 +183,7 @@ def test_the_queue_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(IndexUnavailable, match="busy"):
             await link.send(b"x", 1, 10)
 
-    asyncio.run(talk(answer, body))
+    await talk(answer, body)
 
 
 def test_commands_are_packed() -> None:

@@ -131,20 +131,16 @@ def test_rates_from_a_saved_page_of_metrics(tmp_path: Path, capsys: pytest.Captu
     assert "fitted prefill_s_per_token = 0.0002 s (0.0001 to 0.0003" in capsys.readouterr().out
 
 
-def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> str:
-        engine = SimulatedEngine(EngineSettings(prefill_s_per_token=1e-6, decode_s_per_token=1e-5))
-        await engine.start()
-        try:
-            with pytest.raises(ConfigError, match="time_to_first_token_seconds is missing or empty"):
-                await asyncio.to_thread(call, *SMALL, "--fit", engine.base_url)
-        finally:
-            await engine.stop()
-        return engine.base_url
-
-    url = asyncio.run(main())
-    with pytest.raises(ConfigError, match=f"--fit {url}"):
-        call(*SMALL, "--fit", url)
+async def test_rates_from_a_running_engine() -> None:
+    engine = SimulatedEngine(EngineSettings(prefill_s_per_token=1e-6, decode_s_per_token=1e-5))
+    await engine.start()
+    try:
+        with pytest.raises(ConfigError, match="time_to_first_token_seconds is missing or empty"):
+            await asyncio.to_thread(call, *SMALL, "--fit", engine.base_url)
+    finally:
+        await engine.stop()
+    with pytest.raises(ConfigError, match=f"--fit {engine.base_url}"):
+        await asyncio.to_thread(call, *SMALL, "--fit", engine.base_url)
 
 
 @pytest.mark.parametrize(

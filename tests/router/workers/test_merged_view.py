@@ -41,11 +41,7 @@ class LateSibling:
         return {1: answer}
 
 
-def test_counts_never_fall_however_scrapes_overlap_and_end() -> None:
-    asyncio.run(_scrapes())
-
-
-async def _scrapes() -> None:
+async def test_counts_never_fall_however_scrapes_overlap_and_end() -> None:
     sockets = WorkerSockets(2, ("127.0.0.1", 0))
     router, sibling = Router(Config()), LateSibling()
     try:
@@ -80,11 +76,7 @@ class Sibling:
         return {1: msgspec.json.encode(self.pages[name])}
 
 
-def test_answers_and_history_of_all_workers() -> None:
-    asyncio.run(_merged())
-
-
-async def _merged() -> None:
+async def test_answers_and_history_of_all_workers() -> None:
     sockets = WorkerSockets(2, ("127.0.0.1", 0))
     router = Router(Config())
     try:
@@ -163,11 +155,7 @@ def test_an_engine_that_another_worker_follows_is_shown_with_its_feed() -> None:
     assert (own["feed"], own["hits"]) == ("mine", "none")
 
 
-def test_sessions_of_all_workers() -> None:
-    asyncio.run(_sessions())
-
-
-async def _sessions() -> None:
+async def test_sessions_of_all_workers() -> None:
     sockets = WorkerSockets(2, ("127.0.0.1", 0))
     router = Router(Config())
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -24,6 +23,7 @@ from tokenizers import (
 from kvatlas.router.openai.request import InboundRequest
 from kvatlas.router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
 from tests.support.paths import DATA
+from tests.support.waiting import run
 
 TEMPLATES = DATA / "templates"
 SPECIAL = (
@@ -156,7 +156,7 @@ def say(role: str, content: Any, **fields: Any) -> dict[str, Any]:
 def read(
     reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any
 ) -> Prompt | TextAffinity:
-    return asyncio.run(reader.read(request(body, path, **more)))
+    return run(reader.read(request(body, path, **more)))
 
 
 def read_prompt(reader: PromptReader, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -207,15 +206,15 @@ class Own:
     holds_exclusively = follows
 
 
-def test_the_load_of_others_is_known_while_look_ups_tell_it() -> None:
+async def test_the_load_of_others_is_known_while_look_ups_tell_it() -> None:
     reader, own, now = Reader(gossip("a", {E: OthersLoad(1, 2, 300)}).field(0.0) or b""), Own(), [0.0]
     index: Any = reader
     lookup = IndexLookup(lambda: index, own, gossip("me", {}), clock=lambda: now[0])
     assert lookup.last_load() is None, "nothing has been asked yet"
-    told = asyncio.run(lookup.look(None, {E: "m"})).load
+    told = (await lookup.look(None, {E: "m"})).load
     assert told == lookup.last_load() == {E: OthersLoad(1, 2, 300)}
     reader.answers = False
-    failed = asyncio.run(lookup.look(None, {E: "m"}))
+    failed = await lookup.look(None, {E: "m"})
     assert (failed.problem, failed.load) == ("timeout", None)
     now[0] = 2.1
     assert lookup.last_load() is None

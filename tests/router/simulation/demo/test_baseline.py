@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.simulation.demo.baseline import RoundRobinBaseline
 from kvatlas.router.simulation.demo.load import ChatOutcome
+from tests.support.waiting import run
 
 SETTINGS = EngineSettings(prefill_s_per_token=0.001, decode_s_per_token=0.01)
 LONG, SHORT = "a long story about a small engine " * 20, "a short one"
@@ -17,7 +16,7 @@ def asked(*texts_at: tuple[str, float]) -> RoundRobinBaseline:
     fleet = RoundRobinBaseline(2, SETTINGS)
     for text, at_s in texts_at:
         chat = ChatOutcome([{"role": "user", "content": text}], max_tokens=3, at_s=at_s)
-        asyncio.run(fleet.add(chat))
+        run(fleet.add(chat))
     return fleet
 
 
