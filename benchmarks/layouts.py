@@ -9,6 +9,7 @@ from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.events import Event
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.publisher.simulator.settings import EngineSettings, hash_scheme
+from kvatlas.router.simulation.cache_layouts import groups_of
 
 
 class Layout(NamedTuple):
@@ -18,28 +19,19 @@ class Layout(NamedTuple):
     facts: Mapping[str, Any] = {}
 
 
-def _full(idx: int, size: int = 16, kind: str = "full_attention") -> GroupSpec:
-    return GroupSpec(idx, kind, size)
-
-
-def _windows(first: int, count: int, window: int) -> tuple[GroupSpec, ...]:
-    return tuple(GroupSpec(first + n, "sliding_window", 16, sliding_window=window) for n in range(count))
-
-
-_STATES = tuple(GroupSpec(n, "mamba", 128, mamba_cache_mode="align") for n in range(1, 4))
 LAYOUTS: dict[str, Layout] = {
-    "full": Layout((_full(0),)),
-    "mla": Layout((_full(0, 64, "mla_attention"),)),
-    "gemma3-like": Layout((*_windows(0, 5, 1024), _full(5))),
-    "gpt-oss-like": Layout((_full(0), *_windows(1, 1, 128))),
+    "full": Layout(groups_of("full", 16)),
+    "mla": Layout((GroupSpec(0, "mla_attention", 64),)),
+    "gemma3-like": Layout(groups_of("gemma3-like", 16)),
+    "gpt-oss-like": Layout(groups_of("gpt-oss-like", 16)),
     "chunked": Layout(
         (
-            _full(0),
+            GroupSpec(0, "full_attention", 16),
             *(GroupSpec(n, "chunked_local_attention", 16, attention_chunk_size=8192) for n in (1, 2, 3)),
         ),
         {"attention_chunk_size": 8192},
     ),
-    "mamba-align": Layout((_full(0, 128), *_STATES), {"mamba_cache_mode": "align"}),
+    "mamba-align": Layout(groups_of("mamba-hybrid", 16), {"mamba_cache_mode": "align"}),
     "eagle": Layout((GroupSpec(0, "full_attention", 16, is_eagle=True),), {"eagle_groups": "all"}),
 }
 """Full attention alone, latent attention in blocks of 64, mostly windows, half windows, Llama 4's chunks,

@@ -158,33 +158,33 @@ def release(version: str) -> tuple[int, int]:
     return 0, int(match[1])
 
 
-def _gemma3_like(block_size: int) -> tuple[GroupSpec, ...]:
+def gemma3_like(block_size: int, window: int = 512) -> tuple[GroupSpec, ...]:
     """Five sliding-window layers for each full one; vLLM lists the full group last."""
-    windows = [GroupSpec(i, "sliding_window", block_size, sliding_window=512) for i in range(5)]
+    windows = [GroupSpec(i, "sliding_window", block_size, sliding_window=window) for i in range(5)]
     return (*windows, GroupSpec(5, "full_attention", block_size))
 
 
-def _gptoss_like(block_size: int) -> tuple[GroupSpec, ...]:
+def gptoss_like(block_size: int) -> tuple[GroupSpec, ...]:
     """Equal numbers of full and sliding-window layers, and a short window."""
     window = GroupSpec(1, "sliding_window", block_size, sliding_window=128)
     return (GroupSpec(0, "full_attention", block_size), window)
 
 
-def _full(block_size: int) -> tuple[GroupSpec, ...]:
+def full_attention(block_size: int) -> tuple[GroupSpec, ...]:
     return (GroupSpec(0, "full_attention", block_size),)
 
 
-def _mamba_hybrid(block_size: int) -> tuple[GroupSpec, ...]:
+def mamba_hybrid(block_size: int) -> tuple[GroupSpec, ...]:
     """Three linear-attention layers for each full one, states kept at block boundaries."""
     states = [GroupSpec(i, "mamba", block_size, mamba_cache_mode="align") for i in range(1, 4)]
     return (GroupSpec(0, "full_attention", block_size), *states)
 
 
 PRESETS = {
-    "gemma3-like": _gemma3_like,
-    "gptoss-like": _gptoss_like,
-    "full": _full,
-    "mamba-hybrid": _mamba_hybrid,
+    "gemma3-like": gemma3_like,
+    "gptoss-like": gptoss_like,
+    "full": full_attention,
+    "mamba-hybrid": mamba_hybrid,
 }
 
 

@@ -5,12 +5,14 @@ Pages are counted as in vLLM: a block of any group takes one page of the pool, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from kvatlas.publisher.groups import Family, GroupSpec
+from kvatlas.publisher.simulator.settings import full_attention, gemma3_like, gptoss_like, mamba_hybrid
 from kvatlas.router.simulation.requests import Request
 
 POOL_BLOCKS_MIN = 64
@@ -36,28 +38,13 @@ class ModelError(ValueError):
     """A layout that cannot be simulated."""
 
 
-def _full(block: int) -> tuple[GroupSpec, ...]:
-    return (GroupSpec(0, "full_attention", block),)
-
-
-def _gpt_oss(block: int) -> tuple[GroupSpec, ...]:
-    """Every other layer attends to 128 tokens (gpt-oss)."""
-    return (GroupSpec(0, "full_attention", block), GroupSpec(1, "sliding_window", block, sliding_window=128))
-
-
-def _gemma3(block: int) -> tuple[GroupSpec, ...]:
-    """Five of six layers attend to 1,024 tokens (Gemma 3)."""
-    windows = [GroupSpec(i, "sliding_window", block, sliding_window=1024) for i in range(5)]
-    return (*windows, GroupSpec(5, "full_attention", block))
-
-
-def _mamba_hybrid(block: int) -> tuple[GroupSpec, ...]:
-    """Three of four layers keep a state; their blocks, and the full group's, are eight times as long."""
-    states = [GroupSpec(i, "mamba", 8 * block, mamba_cache_mode="align") for i in range(1, 4)]
-    return (GroupSpec(0, "full_attention", 8 * block), *states)
-
-
-MODELS = {"full": _full, "gpt-oss-like": _gpt_oss, "gemma3-like": _gemma3, "mamba-hybrid": _mamba_hybrid}
+MODELS: dict[str, Callable[[int], tuple[GroupSpec, ...]]] = {
+    "full": full_attention,
+    "gpt-oss-like": gptoss_like,
+    "gemma3-like": partial(gemma3_like, window=1024),
+    # Blocks with a state are longer than others: eight times is usual.
+    "mamba-hybrid": lambda block: mamba_hybrid(8 * block),
+}
 
 
 class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
