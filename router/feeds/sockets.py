@@ -171,6 +171,13 @@ class Slice:
             await asyncio.sleep(0)
             self.begin()
 
+    async def next_of(self, reader: MessageReader) -> list[bytes]:
+        """Return a reader's next message; a wait for it ends the slice."""
+        while (message := reader.take()) is None:
+            await reader.wait()
+            self.begin()
+        return message
+
     async def all(self, steps: Generator[None, None, _Result]) -> _Result:
         """Run a generator to its end and return its result; the loop gets control between its steps."""
         while True:

@@ -195,11 +195,7 @@ class StoreFeed:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(endpoint, monitor, numbers))
                 while True:
-                    message = reader.take()
-                    if message is None:
-                        await reader.wait()
-                        work.begin()
-                        continue
+                    message = await work.next_of(reader)
                     # An event of the connection from before this message.
                     self._note_connection(endpoint, monitor, numbers)
                     async with self._applying:

@@ -182,11 +182,7 @@ class Feed:
     async def _read_live(self, reader: MessageReader, monitor: MessageReader) -> None:
         work = Slice(self._clock)
         while True:
-            message = reader.take()
-            if message is None:
-                await reader.wait()
-                work.begin()
-                continue
+            message = await work.next_of(reader)
             # An event of the connection from before this message.
             if monitor.pending:
                 await self._read_monitor(monitor)

@@ -146,12 +146,7 @@ class EventListener:
     async def _read_live(self, reader: MessageReader) -> None:
         work = Slice(time.monotonic)
         while True:
-            message = reader.take()
-            if message is None:
-                await reader.wait()
-                work.begin()
-                continue
-            self._take_live(message)
+            self._take_live(await work.next_of(reader))
             await work.yield_to_loop()
 
     def _take_live(self, message: list[bytes]) -> None:
