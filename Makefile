@@ -63,7 +63,8 @@ $(PART_TESTS): $(DEV)
 test-seconds: $(DEV) ## Predicted times to first token on engines whose steps last a known time: the targets, the table and vLLM's Scheduler (virtual time), two vLLM engines
 	@$(BIN)/python -m pytest $(call parallel,4) tests/router/placement/test_known_steps.py $(ARGS)
 	@$(BIN)/python -m benchmarks.known_steps
-	@python=$$(scripts/vllm_env.sh) && KVATLAS_VLLM_PYTHON="$$python" $(BIN)/python -m pytest -m vllm -n 0 -s tests/vllm/test_known_steps.py
+	@python=$$(scripts/vllm_env.sh) && export KVATLAS_VLLM_PYTHON="$$python" && \
+		$(BIN)/python -m pytest -m vllm -n 0 -s tests/vllm/test_known_steps.py && $(BIN)/python -m benchmarks.known_steps_engines
 
 world: $(DEV) ## The whole fleet on virtual time: plans of found defects, then 60 seeds (SEED=5000 SEEDS=200 KIND=pd)
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.world $(call demo_option,SEED,seed) $(call demo_option,SEEDS,seeds) \

@@ -26,6 +26,8 @@ from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+GROUPS = 6  # of the tiny model's layers
+
 # A client that removes the keys it is given, and answers each with a status.
 REMOVER = """
 import sys
@@ -82,6 +84,15 @@ class Scene:
         hit = usage.prompt_tokens_details.cached_tokens or 0
         assert receipt["predicted_tokens"] == hit
         return receipt["storage_tokens"], hit
+
+    def stored_by(self, tokens: list[int]) -> list[str]:
+        """Keys of the one chunk more that the engine stores for ``tokens``, one per group."""
+        self.chunks()
+        before = set(self.keys())
+        with openai.OpenAI(base_url=f"{self.engine_id}/v1", api_key="none", max_retries=0) as client:
+            client.completions.create(model="tiny", prompt=tokens, max_tokens=1)
+        wait_until(lambda: len(set(self.keys()) - before) == GROUPS, "the chunk in the store")
+        return sorted(set(self.keys()) - before)
 
     def _store(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self._fleet.router.ops_url}/kvatlas/stores") as answer:
@@ -175,22 +186,15 @@ def test_chunks_of_the_connector_are_predicted(scene: Scene, length: int) -> Non
 def test_removed_chunks_are_not_promised(scene: Scene) -> None:
     tokens = prompt(100, 300)
     forget(scene.engine_id, connector=True)
-    assert scene.send(tokens) == (0, 0)
-    keys = scene.keys()
-    stored = []
-    for key in keys:  # which chunk a key is of is not told
-        scene.remove(key)
+    chunks = [scene.stored_by(tokens[: end + 1]) for end in range(BLOCK_TOKENS, 300, BLOCK_TOKENS)]
+    for index, keys in reversed([*enumerate(chunks)]):
+        for key in keys:
+            scene.remove(key)
         forget(scene.engine_id)
-        loaded, hit = scene.send(tokens)
-        assert loaded == hit
-        assert scene.keys() == keys, "what was removed is stored again"
-        stored.append(loaded)
-    assert sorted(stored) == list(range(0, 288, BLOCK_TOKENS)), "each chunk was missing once"
-    for key in keys[:3]:
-        scene.remove(key)
-    assert scene.chunks() == len(keys) - 3
-    loaded, hit = scene.send(tokens)
-    assert (loaded, hit) == (0, 288), "the GPU has it"
+        before = index * BLOCK_TOKENS
+        assert scene.send(tokens) == (before, before)
+    there = scene.keys()
+    assert scene.chunks() >= len(there)
 
 
 def test_a_store_that_was_emptied_is_empty(scene: Scene) -> None:
