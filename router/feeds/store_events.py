@@ -84,6 +84,7 @@ class StoreDecoder:
         self._keyed_as = settings.keyed_as
         self.unused = Counter[str]()
         """Events that were seen and not used, by reason; at most ``_REASONS_MAX``, and ``other``."""
+        self._scheme = scheme
         self._chunks = LmcacheChunks(scheme, self._unused)
 
     def clear(self) -> None:
@@ -189,6 +190,8 @@ class StoreDecoder:
             self._chunks.clear()
             return (None,)
         if self._settings.kind == "lmcache":
+            if self._scheme() is None and isinstance(event, BlockStored):
+                self._unused("chunks before the engines' hash scheme is known")
             medium = 0 if event.medium == "lmcache-l1" else 1
             return self._chunks.changes(event, medium, self._settings.reach.chunk_tokens)
         number = _LLMD_MEDIA.get(event.medium or middle)

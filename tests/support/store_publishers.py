@@ -20,12 +20,15 @@ import zmq
 from kvatlas.publisher.block_pool import PoolRequest
 from kvatlas.publisher.events import BlockStored, Event, WireHash, encode_tokens, to_block_hash
 
+MODEL = "kvatlas-demo"
+CHUNK_TOKENS = 64
+"""Of LMCache's chunks here."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def mooncake_key(
     digest: bytes,
-    model: str = "kvatlas-demo",
+    model: str = MODEL,
     *,
     tp: int = 0,
     pp: int = 0,
@@ -183,3 +186,108 @@ class MooncakeTier:
         blocks = request.known_hashes()[: (request.num_tokens - 1) // size]
         count = next((at for at, block in enumerate(blocks) if block not in self._store.held), len(blocks))
         return max(hit, count * size)
+
+
+class FileStore:
+    """A stand-in for llm-d's file store: engines tell what they wrote, its evictor what is gone, each with
+    numbers of its own."""
+
+    def __init__(self, endpoint: str, evictor: str) -> None:
+        topic = f"kv@SHARED_STORAGE@{MODEL}"
+        self._writer, self._evictor = StorePublisher(endpoint, topic), StorePublisher(evictor, topic)
+        self.held: dict[WireHash, None] = {}
+
+    @property
+    def sent(self) -> int:
+        return self._writer.sent + self._evictor.sent
+
+    def put(self, blocks: Iterable[WireHash]) -> None:
+        """Store the blocks that are not held."""
+        new = [block for block in dict.fromkeys(blocks) if block not in self.held]
+        self.held.update(dict.fromkeys(new))
+        if new:
+            self._writer.send(llmd_payload(llmd_stored(list(map(to_block_hash, new)))))
+
+    def evict(self, count: int) -> None:
+        """Remove the blocks that were stored first."""
+        gone = list(self.held)[:count]
+        for block in gone:
+            del self.held[block]
+        if gone:
+            self._evictor.send(llmd_payload(llmd_removed(list(map(to_block_hash, gone)))))
+
+    def close(self) -> None:
+        self._writer.close()
+        self._evictor.close()
+
+
+class FileTier:
+    """vLLM's OffloadingConnector over that store, in place of an engine's ``HostTier``: it is asked for the
+    blocks behind the GPU hit, and its own events are the store's."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+
+    def follow(self, events: Iterable[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store.put(event.block_hashes)
+        return []
+
+    def reach(self, request: PoolRequest, hit: int) -> int:
+        blocks = request.known_hashes()[: (request.num_tokens - 1) // 16]
+        at = hit // 16
+        while at < len(blocks) and blocks[at] in self._store.held:
+            at += 1
+        return max(hit, at * 16)
+
+
+class ChunkStore(StorePublisher):
+    """A stand-in for a pool that LMCache's engines share, as its coordinator tells of it: chunks of tokens
+    under hashes of its own."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint, f"kv@pool:s3@{MODEL}")
+        self.held: dict[WireHash, None] = {}
+
+    def put(self, tokens: Sequence[int]) -> None:
+        """Store the whole chunks of a prompt that are not held."""
+        hashes = lmcache_hashes(tokens, CHUNK_TOKENS)
+        new = [at for at, chunk in enumerate(hashes) if chunk not in self.held]
+        self.held.update(dict.fromkeys(hashes[at] for at in new))
+        if new:
+            self.send(lmcache_payload(*(lmcache_stored(tokens, at, CHUNK_TOKENS) for at in new)))
+
+    def evict(self, count: int) -> None:
+        """Remove the chunks that were stored first."""
+        gone = list(self.held)[:count]
+        for chunk in gone:
+            del self.held[chunk]
+        if gone:
+            self.send(lmcache_payload(["BlockRemoved", gone, "lmcache-l2-s3"]))
+
+
+class ChunkTier:
+    """LMCache in an engine, in place of its ``HostTier``: it stores the whole chunks of what the pool stores,
+    and looks prompts up from their first chunk on."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._prefixes: dict[WireHash | None, list[int]] = {None: []}
+        """Hash of a block -> the tokens up to its end."""
+
+    def follow(self, events: Iterable[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, BlockStored):
+                tokens = self._prefixes[event.parent_block_hash]
+                for at, block in enumerate(event.block_hashes):
+                    tokens = [*tokens, *event.tokens()[16 * at : 16 * (at + 1)]]
+                    self._prefixes[block] = tokens
+                self._store.put(tokens)
+        return []
+
+    def reach(self, request: PoolRequest, hit: int) -> int:
+        chunks = lmcache_hashes(request.token_ids[: request.num_tokens - 1], CHUNK_TOKENS)
+        held = self._store.held
+        count = next((at for at, chunk in enumerate(chunks) if chunk not in held), len(chunks))
+        return max(hit, count * CHUNK_TOKENS)

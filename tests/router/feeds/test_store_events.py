@@ -254,6 +254,7 @@ class TestLmcache:
         held = Held(settings_of("lmcache", chunk_tokens=64), None)
         held.take(self.chunk(0), POOL)
         assert self.ends(held) == [False] * 3
+        assert held.decoder.unused == {"chunks before the engines' hash scheme is known": 1}
 
     def test_names_beyond_the_bound_go_with_their_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvatlas.router.index.lmcache.CHUNKS_MAX", 2)
