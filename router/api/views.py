@@ -377,11 +377,18 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
         contradicting=status.receipts.contradicting,
-        probe={} if status.probe is None else status.probe.summary(),
+        probe=_proofs(status),
         hit_share=status.hit_share,
         first_tokens=status.first_tokens.summary(guessed=status.rates.model.guessed),
         cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
+
+
+def _proofs(engine: Engine) -> dict[str, str]:
+    """Return the verdict of everything that it was asked to prove, with the reason where that is no proof."""
+    found = {} if engine.probe is None else engine.probe.summary()
+    salts = {} if engine.salt_proof is None else engine.salt_proof.apis
+    return found | {f"cache_salt of {path}": one.text for path, one in salts.items()}
 
 
 def store_views(s: Sources) -> list[StoreView]:

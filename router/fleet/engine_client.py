@@ -50,6 +50,11 @@ class Shown(NamedTuple):
     verdict: Verdict
     why: str = ""
 
+    @property
+    def text(self) -> str:
+        """The verdict, with the reason where it is no proof."""
+        return f"{self.verdict}: {self.why}" if self.why else self.verdict
+
 
 NO_DOUBT: Final = frozenset({"proven", "absent"})
 """Verdicts on what is shown, or is not there."""

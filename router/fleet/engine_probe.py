@@ -123,10 +123,7 @@ class EngineProbe(msgspec.Struct):
 
     def summary(self) -> dict[str, str]:
         """Return the verdict of everything that was tried, with the reason where it is no proof."""
-        return {
-            name: f"{one.verdict}: {one.why}" if one.why else one.verdict
-            for name, one in self.all_shown().items()
-        }
+        return {name: one.text for name, one in self.all_shown().items()}
 
     def doubts(self) -> dict[str, Shown]:
         """Return what was tried and is not proven."""

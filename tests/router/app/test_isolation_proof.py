@@ -77,6 +77,10 @@ def test_an_api_that_drops_the_salt_is_refused_with_the_reason(path: str, tmp_pa
         problems = await rig.ok("GET", "/kvatlas/problems")
         found = next(one for one in problems[engines[0].base_url] if one["check"] == "isolation.unproven")
         assert f"{path} drops cache_salt" in found["seen"]
+        (shown,) = await rig.ok("GET", "/kvatlas/engines")
+        told = {name: verdict.partition(":")[0] for name, verdict in shown["probe"].items()}
+        assert told.pop(f"cache_salt of {path}") == "refuted"
+        assert set(told.values()) == {"proven", "absent"}, "no test is known for batches"
 
     isolating(tmp_path, [{"drops_salt": path}], story)
 
