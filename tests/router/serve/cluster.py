@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -48,17 +49,21 @@ class EnginePod:
         self.url = f"http://{self.ip}:{self.http}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, **changes: Any) -> None:
         command = [sys.executable, "-m", "kvatlas", "engine", "--host", self.ip, "--port", str(self.http)]
-        settings = {**ENGINE, "events_port": self.events, "replay_port": self.replay}
+        settings = {**ENGINE, **changes, "events_port": self.events, "replay_port": self.replay}
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def shown(self, *, ready: bool, terminating: bool = False) -> dict[str, Any]:
-        """The pod as the API server has it."""
+    def shown(self, *, ready: bool, grace_s: float | None = None) -> dict[str, Any]:
+        """The pod as the API server has it; ``grace_s``: it terminates, after this time at the latest."""
         ports = {"http": self.http, "kv-events": self.events, "kv-replay": self.replay}
-        return pod(self.name, self.ip, ready=ready, terminating=terminating, ports=ports)
+        made = pod(self.name, self.ip, ready=ready, terminating=grace_s is not None, ports=ports)
+        if grace_s is not None:
+            ends = datetime.now(UTC) + timedelta(seconds=grace_s)
+            made["metadata"]["deletionTimestamp"] = ends.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return made
 
     def terminate(self) -> int:
         """SIGTERM, and the exit status."""
@@ -106,6 +111,8 @@ class Load:
         self._rng = random.Random(11)
         self._systems = [" ".join(self._rng.choices(WORDS, k=120)) for _ in range(4)]
         self._stopping = False
+        self.lengths: tuple[int, ...] = (5, 40, 150)
+        """Tokens of answers."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, users: int) -> None:
@@ -122,7 +129,7 @@ class Load:
 
     async def _user(self) -> None:
         while not self._stopping:
-            tokens = self._rng.choice((5, 40, 150))
+            tokens = self._rng.choice(self.lengths)
             router = self._balancer.pick()
             body = {
                 "model": MODEL,
@@ -181,13 +188,17 @@ class Cluster:
         self._names = iter(range(1000))
         self._ports = (free_port(), free_port(), free_port())
         self.made: list[Replica] = []
+        self.engine: dict[str, Any] = {}
+        """Settings of engines that differ from ``ENGINE``."""
+        self.grace_s = 30.0
+        """Of their pods."""
 
     # -- engines --------------------------------------------------------------------------------------
 
     async def add_engine(self) -> EnginePod:
         """A pod is made, listed, and ready when its engine answers."""
         one = EnginePod(next(self._numbers), self._ports)
-        one.start()
+        one.start(**self.engine)
         self.pods.append(one)
         await self.kube.put(PODS, one.shown(ready=False))
         await until(lambda: self._answers(one), f"{one.name} answers")
@@ -199,7 +210,7 @@ class Cluster:
 
         The hook waits until the routers have heard, for which it has a few seconds in a real cluster.
         """
-        await self.kube.put(PODS, one.shown(ready=True, terminating=True))
+        await self.kube.put(PODS, one.shown(ready=True, grace_s=self.grace_s))
         for router in self.routers:
             await until(partial(self._is_held, router, one), f"{router.name} holds {one.name}")
         await until(lambda: self._is_idle(one), f"{one.name} idle")
