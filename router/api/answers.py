@@ -147,7 +147,8 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An ended request; ``at_s``: its end in Unix time. ``status`` is HTTP's, or ``client_gone``,
-    ``broken_stream`` or ``unseen`` (a gateway forwarded the answer without showing it). Token counts are the
+    ``broken_stream`` or ``unseen`` (a gateway forwarded the answer without showing it). ``continued_from``:
+    the engine whose stream broke, or was moved, and went on from ``engine``. Token counts are the
     engine's."""
 
     at_s: float
@@ -158,6 +159,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     agent: str = ""
     engine: str
+    continued_from: str = ""
     status: str
     attempts: int
     waited_s: float

@@ -102,6 +102,7 @@ def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
         status=record.outcome,
         waited_s=record.waited_s,
         first_token_s=None if first_s is None else first_s - record.arrived_s,
+        continued_from=record.continued_from,
         duration_s=ended_s - record.arrived_s,
         prompt_tokens=None if usage is None else usage.prompt_tokens,
         cached_tokens=None if usage is None else usage.cached_tokens,

@@ -69,6 +69,12 @@ async def test_it_goes_on_from_the_engine_that_holds_its_prompt() -> None:
             record = one.rig.router.proxy.requests.ended[-1]
             urls = [engine.base_url for engine in one.engines]
             assert (record.continued_from, record.engine) == (urls[0], urls[holder])
+            told = (await one.rig.ok("GET", "/kvatlas/answers"))[-1]
+            assert [told[name] for name in ("continued_from", "engine", "status")] == [
+                urls[0],
+                urls[holder],
+                "200",
+            ]
             assert 0 < record.recomputed_tokens < 60, "the answer so far, and the prompt's last block"
 
 
