@@ -47,7 +47,8 @@ CAUGHT_SHARE_MIN = 0.85
 RUN_S_MAX = 120.0
 """Of the tests of one mutation; one that makes them hang is caught."""
 TESTS_MAX = 60
-"""Of one mutation: the tests that execute its line, the quickest of each function first."""
+"""Of one mutation: the tests that execute its line, those of the file of its module's name first, then the
+quickest of each function."""
 FAST = "not vllm and not envoy and not process and not long"
 EXTRA_TESTS = {
     "router/admission": [
@@ -146,7 +147,14 @@ EXTRA_TESTS = {
         "router/simulation/demo/test_baseline.py",
     ],
     "router/tools": ["router/admission/test_key_file.py"],
-    "router/index": ["exact", "found_facts", "offloaded", "assumed"],
+    "router/index": [
+        "exact",
+        "found_facts",
+        "offloaded",
+        "assumed",
+        "sessions",
+        "router/feeds/test_store_events.py",
+    ],
     "connectors/tier": ["connectors/store/test_store_tier.py", "connectors/offload"],
     "connectors/worker": [
         "connectors/offload/test_offload_parts.py",
@@ -420,7 +428,7 @@ class Runner:
         return bool(self._failed)
 
     def _tests_by_line(self, items: list[pytest.Item]) -> dict[tuple[str, int], list[str]]:
-        """Tests that execute each line of the part, the quickest of each function first."""
+        """Tests that execute each line of the part, in the order in which to try them."""
         source = ROOT / self._part
         measured = coverage.Coverage(
             data_file=None, source=[str(source if source.is_dir() else source.parent)], config_file=False
@@ -448,23 +456,23 @@ class Runner:
                 lines[Path(path).relative_to(ROOT).as_posix(), line].update(filter(None, contexts))
         if not lines:
             raise RuntimeError(f"no test executes a line of {self._part}: coverage looks at other files")
-        return {line: _in_turn(tests, lasted) for line, tests in lines.items()}
+        return {line: _in_turn(tests, lasted, Path(line[0]).stem) for line, tests in lines.items()}
 
 
 def _with_next(items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
     return zip(items, [*items[1:], None], strict=True)
 
 
-def _in_turn(tests: set[str], lasted: dict[str, float]) -> list[str]:
-    """The quickest first, but one of each function before the next of any: else the many cases of one test
-    are all that runs."""
+def _in_turn(tests: set[str], lasted: dict[str, float], module: str) -> list[str]:
+    """Those of the module's own file first, then the quickest, but one of each function before the next of
+    any: else the many cases of one test are all that runs."""
     found: Counter[str] = Counter()
-    turns: list[tuple[int, int, str]] = []
+    turns: list[tuple[int, bool, int, str]] = []
     for test in sorted(tests, key=lambda test: (lasted.get(test, 0.0), test)):
         function = test.partition("[")[0]
-        turns.append((found[function], len(turns), test))
+        turns.append((found[function], f"/test_{module}.py::" not in test, len(turns), test))
         found[function] += 1
-    return [test for _, _, test in sorted(turns)]
+    return [test for *_, test in sorted(turns)]
 
 
 def apply(one: Mutation, functions: list[FunctionType]) -> None:

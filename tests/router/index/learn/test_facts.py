@@ -185,6 +185,15 @@ def test_exact_predictions_count_alike_while_others_are_judged_or_not(errors: li
         assert short.agree == whole.agree
 
 
+def test_predictions_agree_anew_where_other_evidence_changes() -> None:
+    receipts = DropReceipts()
+    for _ in range(50):
+        receipts.add(0, {16}, single=True)
+    assert receipts.agree
+    receipts.restart()
+    assert not receipts.agree
+
+
 def test_hits_of_nothing_say_nothing() -> None:
     fleet = fleet_with(informed(DRAFTS), FULL)
     for _ in range(50):
@@ -245,6 +254,8 @@ def test_decode_context_parallelism_is_known_from_the_engine_itself(
     assert layout is not None
     assert layout.alignment == (16 if expected else 32)
     assert hit(fleet) == (64 if expected else 0)
+    found = fact(fleet, "alignment")
+    assert (found and found.certainty) == (expected[1] if expected else "likely")
 
 
 def test_a_stated_mamba_block_is_known_from_the_first_short_prompt() -> None:

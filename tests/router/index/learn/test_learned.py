@@ -195,6 +195,17 @@ def test_events_and_reports_that_wait_for_each_other_are_bounded(monkeypatch: py
 
 
 @pytest.mark.usefixtures("small")
+def test_what_reports_place_is_bounded() -> None:
+    keys, writer, scheme = LearnedKeys(), secretly(), detect.learned_scheme(16)
+    for seed in range(30):
+        prompt = tokens(336, seed=seed)
+        keys.observe(writer.stored(prompt, start=10), 16, nowhere)
+        keys.place(prompt, NO_EXTRAS, 160, scheme, nowhere)
+        assert len(keys._within) <= 100
+        assert len(keys._behind) <= 10
+
+
+@pytest.mark.usefixtures("small")
 def test_evicted_blocks_are_forgotten_first() -> None:
     keys, writer = LearnedKeys(), secretly()
     held: set[int] = set()
