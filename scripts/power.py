@@ -97,7 +97,7 @@ EXTRA_TESTS = {
         "router/http/test_limits.py",
     ],
     "router/pd": ["split_failures", "prefill_decode"],
-    "router/feeds": ["recovery", "late_events"],
+    "router/feeds": ["recovery", "late_events", "followed_stores"],
     "router/openai": [
         "client_numbers",
         "work_of_requests",

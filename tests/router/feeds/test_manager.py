@@ -58,8 +58,13 @@ def engine_of(publisher: ZmqPublisher) -> EngineAddress:
 
 
 async def test_after_stop_not_one_batch_is_applied() -> None:
-    sink = Sink()
-    sink.feeds = feeds = FeedManager(sink, clock=time.monotonic, settings=FeedSettings())
+    sink, told = Sink(), list[FeedStats | None]()
+    sink.feeds = feeds = FeedManager(
+        sink,
+        clock=time.monotonic,
+        settings=FeedSettings(),
+        on_change=lambda engine_id, stats: told.append(stats),
+    )
     sink.stop_at = 50
     publisher = publisher_of(400)
     engine = engine_of(publisher)
@@ -72,6 +77,7 @@ async def test_after_stop_not_one_batch_is_applied() -> None:
     assert not feeds.follows(engine, "m")
     assert feeds.stats == {}
     feeds.stop(engine.engine_id)  # a second time: nothing
+    assert told[-1] is None, "nothing is told behind its end"
     publisher.close()
 
 

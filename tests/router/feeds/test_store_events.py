@@ -229,6 +229,9 @@ class TestLmcache:
         removed = ["BlockRemoved", [lmcache_stored(PROMPT, 1, 64)[1][0]], "lmcache-l2-s3"]
         held.take(lmcache_payload(removed, removed), POOL)
         assert self.ends(held) == [True, False, True]
+        held.take(lmcache_payload(["AllBlocksCleared"]), POOL)
+        held.take(self.chunk(1), POOL)
+        assert self.ends(held) == [False] * 3, "the one before it is unknown again"
 
     def test_a_chunk_behind_an_unknown_one_has_no_position(self) -> None:
         held = self.held()
@@ -400,6 +403,7 @@ def test_numbers(numbers: tuple[int, ...], told: list[str]) -> None:
         ({"group_tensor_parallel": {"64": 1}}, "group_tensor_parallel"),
         ({"chunk_tokens": 16}, "chunk_tokens"),
         ({"kind": "lmcache", "chunk_tokens": 0}, "chunk_tokens"),
+        ({"kind": "lmcache", "chunk_tokens": 65537}, "chunk_tokens"),
         ({"ttl_s": 0.0}, "ttl_s"),
         ({"instances": ["a"]}, "instances"),
     ],
@@ -407,3 +411,5 @@ def test_numbers(numbers: tuple[int, ...], told: list[str]) -> None:
 def test_settings_that_cannot_be(wrong: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         settings_of(**wrong)
+    for size in (1, 65536):
+        settings_of("lmcache", chunk_tokens=size)

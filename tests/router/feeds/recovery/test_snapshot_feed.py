@@ -80,6 +80,21 @@ async def test_a_late_router_has_all_that_rolled_out_of_the_replay_buffer(contex
     publisher.close()
 
 
+async def test_an_index_that_fails_at_a_snapshot_does_not_end_the_feed(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context, ledger=SnapshotLedger())
+    publisher.publish([stored(1)])
+    publisher.start()
+    fleet = FleetResidency(ModelFacts())
+    stage, refused = fleet.stage, [True]
+    monkeypatch.setattr(fleet, "stage", lambda *args: stage(*args) if not refused else 1 / refused.pop(0) / 0)
+    async with following(publisher.endpoint, publisher.replay_endpoint, fleet) as feed:
+        await until(lambda: copies(fleet, 1) == [True])
+        assert feed.stats.sink_errors == 1
+    publisher.close()
+
+
 async def test_live_batches_go_on_while_a_snapshot_is_taken_down(context: zmq.Context) -> None:
     publisher = ZmqPublisher(
         ANY, replay_endpoint=ANY, buffer_steps=4, context=context, ledger=SnapshotLedger()

@@ -12,6 +12,7 @@ from kvatlas.router.feeds.actions import Action, Adopt, Apply, Forget, RequestRe
 from kvatlas.router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
 from kvatlas.router.feeds.frames import Frame
 from kvatlas.router.feeds.machine import FeedMachine
+from kvatlas.router.feeds.position import Position
 from tests.support.examples import some
 from tests.support.feed_world import run
 
@@ -78,6 +79,23 @@ def test_live_batches_are_applied_on_top_of_the_snapshot() -> None:
     assert driven.taken(Cut(5, OURS))[:3] == [Adopt, Apply, Apply]
     assert driven.stats.state is FeedState.READY
     assert (driven.stats.last_seq, driven.stats.known_batches) == (7, 8)
+
+
+def test_a_gap_behind_the_snapshot_is_given_up_where_nothing_can_fill_it() -> None:
+    driven = Driven()
+    for seq in (5, 6, 8):
+        driven.live(seq)
+    assert driven.taken(Cut(5, OURS))[:3] == [Adopt, Apply, Apply]
+    assert driven.stats.last_seq == 8
+
+
+def test_a_batch_without_room_is_given_up_with_those_that_never_came() -> None:
+    position = Position(FeedSettings(hold_batches_max=1), FeedStats(), [])
+    position.apply(frame(4))
+    assert position.hold(frame(6))
+    assert not position.hold(frame(7))
+    position.skip_all("gap")
+    assert (position.next_seq, position.missing, position.is_whole) == (8, 2, True)
 
 
 def test_batches_before_the_cut_that_come_late_are_no_restart() -> None:
