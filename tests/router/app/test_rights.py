@@ -302,6 +302,7 @@ def test_ids_prove_one_tenant_and_each_is_new(tmp_path: Path) -> None:
     ids, other = ResponseIds(gate.secrets), ResponseIds(lambda tenant, key_id: (b"x" * 32,))
     made = {of_engine(ids.make("ada"), "http://a:1") for _ in range(100)}
     assert len(made) == 100
+    assert len({one[5:9] for one in made}) > 90, "random from its first digit on"
     for one in made:
         assert ids.is_of(one, "ada")
         assert not ids.is_of(one, "eve")

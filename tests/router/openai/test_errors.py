@@ -11,6 +11,8 @@ from kvatlas.router.openai.errors import (
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
+    rate_limited,
+    retry_after_s,
     stream_broken,
     unauthorized,
     worker_unavailable,
@@ -29,6 +31,8 @@ from kvatlas.router.openai.errors import (
         (engine_unreachable("no"), 502, "engine_unreachable", None),
         (engine_timeout("no"), 504, "engine_timeout", None),
         (stream_broken("no"), 502, "engine_stream_broken", None),
+        (rate_limited("ada", "requests_per_minute", 9, 1.2, ()), 429, "rate_limit_exceeded", b"2"),
+        (rate_limited("ada", "requests_per_minute", 9, 0.0, ()), 429, "rate_limit_exceeded", b"1"),
         (unauthorized("admin", "admin.token_file"), 401, "admin_unauthorized", None),
     ],
     ids=lambda value: getattr(value, "code", None),
@@ -38,6 +42,19 @@ def test_status_code_and_the_time_to_come_back(
 ) -> None:
     assert (error.status, error.code) == (status, code)  # type: ignore[attr-defined]
     assert dict(error.headers).get(b"retry-after") == retry_after  # type: ignore[attr-defined]
+
+
+def test_how_long_an_answer_asks_to_be_left_alone() -> None:
+    values = [None, b"2.5", b"9", b"-1", b"Sun, 06 Nov 1994 08:49:37 GMT"]
+    assert [retry_after_s(value, 5.0) for value in values] == [0.0, 2.5, 5.0, 0.0, 1.0]
+
+
+def test_a_limit_says_when_there_is_room_again() -> None:
+    messages = [rate_limited("ada", "tokens_per_minute", 9, wait_s, ()).message for wait_s in (1.25, 0.0)]
+    assert [message.partition("Try")[2] for message in messages] == [
+        " again in 1.250 s.",
+        " again in 0.001 s.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from kvatlas.router.openai.numbers import lax_true
+from kvatlas.router.openai.numbers import lax_true, lax_whole
 
 _BOOL = pydantic.TypeAdapter(bool)
 VALUES: list[Any] = [True, False, 1, 0, 1.0, 0.0, 2, -1, 1.5, None, [], {}, [1]]
@@ -26,3 +26,5 @@ def test_pydantics_true_values_are_true(value: Any) -> None:
 def test_a_long_text_is_not_gone_through() -> None:
     assert lax_true("true" + " " * 60)
     assert not lax_true("true" + " " * 61)
+    assert lax_whole("1234" + " " * 60) == 1234
+    assert lax_whole("1234" + " " * 61) is None

@@ -56,6 +56,7 @@ def test_computed_tokens(work: Work, usage: Usage | None, computed: int) -> None
         ("/detokenize", "POST", b"x", None, 1),
         ("/v1/models", "GET", b"", None, 0),
         ("/reset_prefix_cache", "POST", b"", None, 0),
+        ("/tokenize", "POST", b"", None, 0),
     ],
 )
 def test_an_estimate_by_size(path: str, method: str, body: bytes, reason: str | None, tokens: int) -> None:
