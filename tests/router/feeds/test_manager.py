@@ -77,7 +77,7 @@ async def test_after_stop_not_one_batch_is_applied() -> None:
     assert not feeds.follows(engine, "m")
     assert feeds.stats == {}
     feeds.stop(engine.engine_id)  # a second time: nothing
-    assert told[-1] is None, "nothing is told behind its end"
+    assert told[-1] is None, "no state follows its end"
     publisher.close()
 
 

@@ -11,6 +11,7 @@ from kvatlas.router.openai.errors import (
     engine_timeout,
     engine_unreachable,
     no_ready_engine,
+    predicted_wait,
     rate_limited,
     retry_after_s,
     stream_broken,
@@ -47,6 +48,11 @@ def test_status_code_and_the_time_to_come_back(
 def test_how_long_an_answer_asks_to_be_left_alone() -> None:
     values = [None, b"2.5", b"9", b"-1", b"Sun, 06 Nov 1994 08:49:37 GMT"]
     assert [retry_after_s(value, 5.0) for value in values] == [0.0, 2.5, 5.0, 0.0, 1.0]
+
+
+def test_a_predicted_wait_asks_to_come_back_when_it_is_over() -> None:
+    waits = [dict(predicted_wait(wait_s, 1.0).headers)[b"retry-after"] for wait_s in (5.5, 1.0, 9999.0)]
+    assert waits == [b"5", b"1", b"600"]
 
 
 def test_a_limit_says_when_there_is_room_again() -> None:

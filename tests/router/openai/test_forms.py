@@ -178,6 +178,7 @@ def test_ambiguous_forms_are_refused(body: bytes) -> None:
 )
 def test_odd_content_types_of_forms_are_refused(kind: bytes) -> None:
     assert not refused(PLAIN)
+    assert not refused(HEAD + b"\r\n\r\nm\r\n--x7--"), "one field is enough"
     assert not refused(PLAIN, b'Multipart/Form-Data ; charset="UTF-8"; boundary="x7"')
     assert refused(PLAIN, kind)
 

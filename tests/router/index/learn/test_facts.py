@@ -185,7 +185,7 @@ def test_exact_predictions_count_alike_while_others_are_judged_or_not(errors: li
         assert short.agree == whole.agree
 
 
-def test_predictions_agree_anew_where_other_evidence_changes() -> None:
+def test_other_evidence_ends_the_agreement_of_predictions() -> None:
     receipts = DropReceipts()
     for _ in range(50):
         receipts.add(0, {16}, single=True)

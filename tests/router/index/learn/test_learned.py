@@ -195,7 +195,7 @@ def test_events_and_reports_that_wait_for_each_other_are_bounded(monkeypatch: py
 
 
 @pytest.mark.usefixtures("small")
-def test_what_reports_place_is_bounded() -> None:
+def test_keys_placed_by_reports_are_bounded() -> None:
     keys, writer, scheme = LearnedKeys(), secretly(), detect.learned_scheme(16)
     for seed in range(30):
         prompt = tokens(336, seed=seed)
