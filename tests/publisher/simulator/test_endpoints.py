@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.publisher.simulator.scheduler import Step
-from kvatlas.publisher.simulator.server import SimulatedEngine
+from kvatlas.publisher.simulator.server import SimulatedEngine, _tcp
 from kvatlas.publisher.simulator.settings import EngineSettings
 from kvatlas.router.fleet.engine_metrics import read_pool_blocks
 from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
@@ -29,7 +29,7 @@ async def test_metrics_have_vllms_names_and_count_what_happened() -> None:
     async with engine(groups="full") as running:
         prompt = list(range(5, 105))
         for _ in range(2):
-            body = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+            body = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "n": None}
             assert (await request(running, "POST", "/v1/completions", body))[0] == 200
         _, text = await request(running, "GET", "/metrics")
     values = {
@@ -53,6 +53,11 @@ async def test_metrics_have_vllms_names_and_count_what_happened() -> None:
     for label in ('block_size="16"', 'prefix_caching_hash_algo="sha256"', 'retention_interval="0"'):
         assert label in text
     assert 'engine="0"' in text
+
+
+async def test_all_addresses_are_bound_by_zmqs_name_for_them() -> None:
+    for host, bound in (("0.0.0.0", "tcp://*:*"), ("10.0.0.1", "tcp://10.0.0.1:*")):
+        assert _tcp(host, 0) == bound
 
 
 async def test_samples_asked_for_by_name_are_those_of_the_whole_page() -> None:

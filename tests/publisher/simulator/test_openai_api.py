@@ -84,6 +84,7 @@ async def test_a_streamed_chat_says_what_the_whole_one_says() -> None:
         assert parts[0].choices[0].delta.role == "assistant"
         assert "".join(p.choices[0].delta.content for p in parts) == whole.choices[0].message.content
         assert [p.choices[0].finish_reason for p in parts[-2:]] == [None, "length"]
+        assert [p for p in parts if "stop_reason" in p.choices[0].model_extra] == parts[-1:]
         assert len({chunk.id for chunk in chunks}) == 1
         assert usage.choices == []
         assert usage.usage.completion_tokens == 20
@@ -91,6 +92,9 @@ async def test_a_streamed_chat_says_what_the_whole_one_says() -> None:
         assert usage.usage.prompt_tokens_details.cached_tokens == (whole.usage.prompt_tokens - 1) // 16 * 16
         plain = [chunk async for chunk in await chat(api, [user("Tell me")], stream=True)]
         assert all(chunk.choices and chunk.usage is None for chunk in plain)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        stream = await chat(api, [user("Tell me")], stream=True, stream_options=options)
+        assert [c.usage.completion_tokens async for c in stream] == [0, *range(1, 21), 20]
         for sent in (chunks, plain):
             assert [chunk for chunk in sent if chunk.system_fingerprint is not None] == sent[-1:]
 
