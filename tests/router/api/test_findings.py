@@ -81,7 +81,7 @@ def late_tokens(one: Engine) -> None:
 
 
 def slower(one: Engine) -> None:
-    one.rates.model.change = SpeedChange(0.0, 0.0, 2.04)
+    one.rates.model.change = SpeedChange(0.0, 0.0, 1.54)
 
 
 def faster(one: Engine) -> None:
@@ -113,7 +113,7 @@ CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
         Severity.WARNING,
         "20 of 20 times to first token differ",
     ),
-    (slower, "engine.speed", Severity.INFO, "about 2.0 times as late as before"),
+    (slower, "engine.speed", Severity.INFO, "about 1.5 times as late as before"),
     (faster, "engine.speed", Severity.INFO, "about 4.0 times as soon as before"),
     (receipts(3, reported_prompt_tokens=701), "tokens.length", Severity.ERROR, "3 prompt(s)"),
 ]
