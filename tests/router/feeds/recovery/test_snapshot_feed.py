@@ -13,6 +13,7 @@ from kvatlas.publisher.events import (
     BlockHash,
     BlockRemoved,
     BlockStored,
+    DecodedBatch,
     Event,
     encode_batch,
     encode_tokens,
@@ -87,8 +88,14 @@ async def test_an_index_that_fails_at_a_snapshot_does_not_end_the_feed(
     publisher.publish([stored(1)])
     publisher.start()
     fleet = FleetResidency(ModelFacts())
-    stage, refused = fleet.stage, [True]
-    monkeypatch.setattr(fleet, "stage", lambda *args: stage(*args) if not refused else 1 / refused.pop(0) / 0)
+    stage, failures = fleet.stage, [RuntimeError("a defect of the index")]
+
+    def fails_once(engine_id: str, batch: DecodedBatch) -> None:
+        if failures:
+            raise failures.pop()
+        stage(engine_id, batch)
+
+    monkeypatch.setattr(fleet, "stage", fails_once)
     async with following(publisher.endpoint, publisher.replay_endpoint, fleet) as feed:
         await until(lambda: copies(fleet, 1) == [True])
         assert feed.stats.sink_errors == 1
