@@ -82,7 +82,13 @@ class EngineResidency(EngineKnowledge):
         self._batch: Sequence[Any] = ()
         self._at = self._series_end = 0
         self._series_repeats = False
-        self._outside = OffloadedBlocks(engine_id, index, self.rejected, lambda: self._detector.scheme)
+        self._outside = OffloadedBlocks(
+            engine_id,
+            index,
+            self.rejected,
+            lambda: self._detector.scheme,
+            lambda: 0 if self._layout is None else self._layout.hash_block_size,
+        )
         self._reset(expected=(), inside_seen=False)
 
     def _reset(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
@@ -94,6 +100,10 @@ class EngineResidency(EngineKnowledge):
         self._used = False
         self._rejected_in_row = self._unknown_in_row = 0
         self._settle()
+
+    def _settle(self) -> None:
+        self._outside.settle()
+        super()._settle()
 
     @property
     def stores(self) -> frozenset[str]:

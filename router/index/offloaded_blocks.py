@@ -8,7 +8,8 @@ often it was published, and it expires if not published again for ``facts.shared
 of that), because the store's evictions are not published. A removal revokes what this engine published, not
 what others did. An event of vLLM's own offloading is one chunk, however many hashes it lists; one removal
 lists those of several chunks. LMCache's connector publishes chunks under hashes of its own; their blocks are
-found by their tokens (``lmcache.py``), and a chunk is held once.
+found by their tokens (``lmcache.py``), and a chunk is held once. Until the engine's hash scheme is proven
+they wait.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -20,9 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvatlas.publisher.block_hash import HashScheme
-from kvatlas.publisher.events import GROUPS_MAX, BlockHash, BlockRemoved, BlockStored, to_block_hash
+from kvatlas.publisher.events import (
+    GROUPS_MAX,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    WireHash,
+    to_block_hash,
+)
 from kvatlas.router.index.base import Index, Plane
 from kvatlas.router.index.lmcache import LmcacheChunks
 from kvatlas.router.index.places import (
@@ -53,6 +62,8 @@ _Key = tuple[str | None, int | None, str | None, str | None]
 _CHUNK_MEDIA = frozenset({CPU, STORAGE})
 # Medium of LMCache's connector inside vLLM, and of vLLM's MooncakeStoreConnector, which names a group.
 _OTHERS_CPU = "cpu"
+# Tokens of chunks that wait for the engine's hash scheme: some ten milliseconds of hashing.
+_WAITING_TOKENS_MAX = 1 << 16
 _UNUSED_MAX = 8
 _REASON_CHARS_MAX = 70
 
@@ -66,12 +77,14 @@ class OffloadedBlocks:
         index: Index,
         rejected: Counter[str],
         scheme: Callable[[], HashScheme | None] = lambda: None,
+        block_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``scheme``: proven one of the engine."""
+        """``scheme``: proven one of the engine; ``block_tokens``: length of its blocks, 0 if unknown."""
         self.engine_id = engine_id
         self._index = index
         self._rejected = rejected
         self._scheme = scheme
+        self._block_tokens = block_tokens
         self._lmcache = LmcacheChunks(scheme, lambda reason: self._not_used(f"LMCache {reason}"))
         self.unused = Counter[str]()
         """Events in unknown media, and those of LMCache that are not used, by reason; at most ``_UNUSED_MAX``
@@ -92,6 +105,9 @@ class OffloadedBlocks:
         self._doubted = False
         # Tokens of LMCache's chunks.
         self._chunk_tokens = 0
+        # Chunks, or what may be some, until the hash scheme is proven, by their hashes.
+        self._waiting: dict[WireHash, BlockStored] = {}
+        self._waiting_tokens = 0
         # Whether an event listed several hashes of one chunk.
         self._lists_inner = False
         self._turn = 0
@@ -112,7 +128,11 @@ class OffloadedBlocks:
     def stored(self, event: BlockStored) -> int:
         """Add one copy of each block; where there is one at most, mark it present. Returns the tokens of the
         chunk that the event describes; 0 if it describes blocks."""
-        if self._is_lmcache(event):
+        lmcache = self._is_lmcache(event)
+        if lmcache is None:
+            self._wait(event)
+            return 0
+        if lmcache:
             self._apply_lmcache(event)
             return 0
         plane = self._plane(event)
@@ -132,16 +152,47 @@ class OffloadedBlocks:
             self._index.set_copies(self.engine_id, plane, block, 1)
         return 0
 
-    def _is_lmcache(self, event: BlockStored | BlockRemoved) -> bool:
-        """Whether LMCache tells it. Its connector to a server of its own (``LMCacheMPConnector``, 0.5.6)
-        calls host memory CPU, as vLLM's does, which names groups: one hash of several blocks is LMCache's."""
+    def _is_lmcache(self, event: BlockStored | BlockRemoved) -> bool | None:
+        """Whether LMCache tells it; None: a store that has to wait for the hash scheme. Its connector to a
+        server of its own (``LMCacheMPConnector``, 0.5.6) calls host memory CPU, as vLLM's does, which names
+        groups: one hash of several blocks is LMCache's."""
         if event.group_idx is not None or event.ownership is not None:
             return False
-        if event.medium != CPU or isinstance(event, BlockRemoved):
-            return event.medium == _OTHERS_CPU or (event.medium == CPU and self._chunk_tokens > 0)
+        if event.medium not in {CPU, _OTHERS_CPU}:
+            return False
+        if isinstance(event, BlockRemoved):
+            return event.medium == _OTHERS_CPU or self._chunk_tokens > 0
         scheme = self._scheme()
-        one = len(event.block_hashes) == 1 and event.num_tokens() == event.block_size
-        return one and scheme is not None and event.block_size > scheme.hash_block_size
+        if event.medium == CPU:
+            block = self._block_tokens() if scheme is None else scheme.hash_block_size
+            one = len(event.block_hashes) == 1 and event.num_tokens() == event.block_size
+            if not one or event.block_size <= block:
+                return False
+        return True if scheme is not None else None
+
+    def _wait(self, event: BlockStored) -> None:
+        self._waited(event.block_hashes)  # it may come twice
+        tokens = event.num_tokens()
+        if not tokens or self._waiting_tokens + tokens > _WAITING_TOKENS_MAX or len(event.block_hashes) != 1:
+            self._not_used("LMCache chunks before the hash scheme is proven")
+            return
+        # The tokens alone: encoded, they keep the whole batch that they are a part of.
+        kept = replace(event, token_ids=event.token_ids.copy(), extra_keys=None)
+        self._waiting[event.block_hashes[0]] = kept
+        self._waiting_tokens += tokens
+
+    def _waited(self, hashes: Sequence[WireHash]) -> None:
+        """Remove chunks from those that wait."""
+        for name in hashes if self._waiting else ():
+            if (event := self._waiting.pop(name, None)) is not None:
+                self._waiting_tokens -= event.num_tokens()
+
+    def settle(self) -> None:
+        """Apply what waited for the hash scheme, or for the length of blocks, as far as they are known."""
+        if self._waiting and (self._scheme() is not None or self._block_tokens()):
+            waiting, self._waiting, self._waiting_tokens = self._waiting, {}, 0
+            for event in waiting.values():
+                self.stored(event)
 
     def _apply_lmcache(self, event: BlockStored | BlockRemoved) -> None:
         told = event.num_tokens() if isinstance(event, BlockStored) else 0
@@ -160,6 +211,7 @@ class OffloadedBlocks:
 
     def removed(self, event: BlockRemoved) -> None:
         """Remove one copy of each block, or set the number of copies given in the event."""
+        self._waited(event.block_hashes)
         if self._is_lmcache(event):
             self._apply_lmcache(event)
             return

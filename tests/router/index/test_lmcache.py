@@ -74,6 +74,42 @@ def test_a_hit_begins_with_the_first_chunk(medium: str) -> None:
     assert loads(told(removed(2, 3, medium=medium), fleet=fleet)) == 128
 
 
+@pytest.mark.parametrize("medium", ["cpu", "CPU"])
+@pytest.mark.parametrize("blocks_known", [False, True])
+def test_chunks_wait_for_the_hash_scheme(medium: str, blocks_known: bool) -> None:
+    """They count once it is proven; what was removed meanwhile does not."""
+    fleet, searched = FleetResidency(ModelFacts()), Writer(HashScheme(seed="3"))
+    if blocks_known:
+        fleet.apply("a", batch(searched.stored(PROMPT), AllBlocksCleared()))
+    told(*(stored(at, medium=medium) for at in (0, 1, 1, 2, 3)), removed(3, medium=medium), fleet=fleet)
+    assert loads(fleet) == 0
+    if not blocks_known:
+        fleet.apply("a", batch(searched.stored(PROMPT), AllBlocksCleared()))
+    fleet.engine("a").finish_detection()
+    assert loads(fleet) == 192
+    assert loads(told(stored(3, medium=medium), fleet=fleet)) == 256
+    assert loads(told(removed(1, medium=medium), fleet=fleet)) == 64
+    assert not fleet.engine("a").unused
+
+
+def test_chunks_wait_in_bounded_number() -> None:
+    fleet, kept = FleetResidency(ModelFacts()), (1 << 16) // CHUNK
+    chunks = [["BlockStored", [at], None, PROMPT[:CHUNK], CHUNK, None, "cpu"] for at in range(kept + 7)]
+    told(*chunks, fleet=fleet)
+    told(["BlockRemoved", [0, 1], "cpu"], *chunks[:2], *chunks[:5], fleet=fleet)
+    assert fleet.engine("a").unused == {"LMCache chunks before the hash scheme is proven": 7}
+
+
+def test_blocks_do_not_wait_where_their_length_is_known() -> None:
+    """A connector that names no groups, before the hash scheme is proven."""
+    fleet, searched = FleetResidency(ModelFacts()), Writer(HashScheme(seed="3"))
+    block = searched.stored(PROMPT[:16])
+    fleet.apply("a", batch(msgspec.structs.replace(block, medium="CPU", group_idx=None)))
+    assert fleet.index.physical("a", "CPU") == 0
+    fleet.apply("a", batch(searched.stored(PROMPT), AllBlocksCleared()))
+    assert fleet.index.physical("a", "CPU") == 1
+
+
 def test_a_chunk_that_comes_twice_goes_with_one_removal() -> None:
     assert loads(told(stored(0), stored(0), removed(0))) == 0
     assert loads(told(removed(0), stored(0), fleet=told(stored(0)))) == 64
