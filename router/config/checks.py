@@ -22,12 +22,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvatlas.publisher.groups import GroupSpec
-from kvatlas.router.config.errors import ConfigError, meant
+from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.sources import check_address, socket_fault
 from kvatlas.router.http.addresses import base_url_fault, is_host, split_address
+from kvatlas.router.http.setting_texts import meant
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
 from kvatlas.router.placement.candidate import POLICIES

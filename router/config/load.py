@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvatlas.router.config.checks import check_config, check_engine, unreadable
-from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.removed import REMOVED, refusal
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.config.unused import without_effect
 from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.http.error_texts import describe_error
+from kvatlas.router.http.setting_texts import meant, misfit
 from kvatlas.router.prompts.settings import ANY_MODEL
 from kvatlas.router.replication.index_url import has_password, redacted
 from kvatlas.router.replication.settings import IndexSettings

@@ -25,7 +25,7 @@ from kvatlas.router.fleet.engines import (
     SourceStats,
 )
 from kvatlas.router.http.addresses import base_url_fault, split_address
-from kvatlas.router.http.error_texts import fields_of
+from kvatlas.router.http.setting_texts import meant, misfit
 
 _log = structlog.get_logger()
 DRAINED = "drained in the file"
@@ -35,12 +35,13 @@ class BadListError(ValueError):
     """The content is not a list of engines; no part of it is used."""
 
 
-class _Entry(EngineAddress, frozen=True, forbid_unknown_fields=True):
+class _Entry(EngineAddress, frozen=True):
     drain: bool = False
 
 
-class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    engines: list[_Entry]
+# Of an unknown key, in the text about it.
+_KEY_CHARS_MAX = 60
+_KINDS = {field.name: field.type for field in msgspec.structs.fields(_Entry)}
 
 
 def check_address(engine: EngineAddress) -> None:
@@ -87,13 +88,11 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
     # The key is required even without any engine: a file that is being written looks empty.
     try:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
-        entries = msgspec.convert(tree, _List).engines
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadListError(
-            f"not a list of engines: {error}; keys of an engine: {fields_of(_Entry)}"
-        ) from None
+        raise BadListError(f"not a list of engines: {error}") from None
     found: dict[str, DiscoveredEngine] = {}
-    for entry in entries:
+    for number, given in enumerate(_given(tree)):
+        entry = _entry(given, f"engines[{number}]")
         fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}
         engine = EngineAddress(**{**fields, "base_url": entry.base_url.rstrip("/")})
         if engine.engine_id in found:
@@ -104,6 +103,40 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
             raise BadListError(str(error)) from None
         found[engine.engine_id] = DiscoveredEngine(engine, DRAINED if entry.drain else "")
     return list(found.values())
+
+
+def _given(tree: Any) -> list[Any]:
+    if not isinstance(tree, dict):
+        raise BadListError(f"expected a table with the key engines, got {tree!r}")
+    for key in tree:
+        _check_key(key, ("engines",), "")
+    engines = tree.get("engines")
+    if engines is None:
+        raise BadListError("engines must be given; of no engine it is an empty list")
+    if not isinstance(engines, list):
+        raise BadListError(f"engines = {engines!r}: expected a list of tables")
+    return engines
+
+
+def _entry(given: Any, name: str) -> _Entry:
+    if not isinstance(given, dict):
+        raise BadListError(f"{name} = {given!r}: expected a table")
+    for key, value in given.items():
+        _check_key(key, _KINDS, f"{name}.")
+        try:
+            msgspec.convert(value, _KINDS[key])
+        except msgspec.ValidationError:
+            raise BadListError(f"{name}.{key} = {value!r}: {misfit(value, _KINDS[key])}") from None
+    if "base_url" not in given:
+        raise BadListError(f"{name}: base_url must be given")
+    return _Entry(**given)
+
+
+def _check_key(key: str, known: Iterable[str], prefix: str) -> None:
+    if key not in known:
+        name = f"{prefix}{key[:_KEY_CHARS_MAX]}"
+        near = meant(name, [f"{prefix}{one}" for one in known], prefix=prefix)
+        raise BadListError(f"unknown key {name}{near or ';'} known: {', '.join(sorted(known))}")
 
 
 _AFTER_FAULT_S = 2.0

@@ -6,7 +6,8 @@ import msgspec
 
 from kvatlas.publisher.simulator.server import run
 from kvatlas.publisher.simulator.settings import EngineSettings
-from kvatlas.router.config.errors import ConfigError, meant, misfit
+from kvatlas.router.config.errors import ConfigError
+from kvatlas.router.http.setting_texts import meant, misfit
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from kvatlas.router.config.checks import RULES
-from kvatlas.router.config.errors import ConfigError, near_names
+from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.load import load, parse_engine, variable
 from kvatlas.router.config.removed import REMOVED
 from kvatlas.router.config.schema import Config, ModelConfig
 from kvatlas.router.fleet.engines import EngineAddress
+from kvatlas.router.http.setting_texts import near_names
 from tests.support.paths import ROOT
 
 WRONG: dict[str, str] = {
