@@ -25,7 +25,7 @@ from kvatlas.router.workers.context import WorkerSockets
 from tests.support.ports import free_port
 from tests.support.proxy_rig import Call, Engine, answer
 from tests.support.waiting import run_real, until
-from tests.support.whole_router import MODEL, QUICK, TEXT, configure, running
+from tests.support.whole_router import MODEL, QUICK, TEXT, configure, running, tenants
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 TOKEN = "a-token-for-the-test"
@@ -34,8 +34,8 @@ TOKEN = "a-token-for-the-test"
 class Serving:
     """``kvatlas serve`` with several workers, and a client."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, ops: int) -> None:
-        self.process = process
+    def __init__(self, process: asyncio.subprocess.Process, port: int, ops: int, count: int) -> None:
+        self.process, self.count = process, count
         self.url, self.ops = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops}"
         self.asked = 0
         """Requests that had their answer, from any worker."""
@@ -45,11 +45,15 @@ class Serving:
         text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in text.split()]
 
-    async def chat(self, text: str = TEXT, **fields: Any) -> aiohttp.ClientResponse:
+    async def chat(self, text: str = TEXT, *, key: str = "", **fields: Any) -> aiohttp.ClientResponse:
         """One chat on a connection of its own, so that any worker may get it."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **fields}
         url = f"{self.url}/v1/chat/completions"
-        async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url, json=body) as answer,
+        ):
             await answer.read()
             self.asked += 1
             return answer
@@ -108,11 +112,9 @@ class Serving:
             up = await self.metric("kvatlas_worker_up")
             ready = await self.metric("kvatlas_feed_state", state="ready")
             behind = await self.metric("kvatlas_feed_state") - ready
-            return up == 3 and ready > 0 and not behind
+            return up == self.count and ready > 0 and not behind
 
-        await until(
-            all_there, "three workers that know their engines", ignoring=(OSError, aiohttp.ClientError)
-        )
+        await until(all_there, "all workers that know their engines", ignoring=(OSError, aiohttp.ClientError))
 
     async def admin(self, path: str, body: Any) -> Any:
         """A change by the admin API, on the port of everybody."""
@@ -126,16 +128,28 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(engines: list[SimulatedEngine], folder: Path) -> AsyncIterator[Serving]:
+async def serving(
+    engines: list[SimulatedEngine], folder: Path, workers: int = 3, **settings: str
+) -> AsyncIterator[Serving]:
     (folder / "tokens").write_text(f"ada:{TOKEN}\n")
     port, ops = free_port(), free_port()
-    words = ["serve", "--workers", "3", "--port", str(port), "--ops-port", str(ops), "--expose-decision"]
+    words = [
+        "serve",
+        "--workers",
+        str(workers),
+        "--port",
+        str(port),
+        "--ops-port",
+        str(ops),
+        "--expose-decision",
+    ]
     words += ["--tokenizer", str(DEMO_TOKENIZER_DIR), "--set", "fleet.poll_interval_s=0.2"]
     words += ["--set", "admin.enabled=true", "--set", f"admin.token_file={folder / 'tokens'}"]
+    words += [word for key, value in settings.items() for word in ("--set", f"keys.{key}={value}")]
     words += [word for engine in engines for word in ("--engine", engine.base_url)]
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvatlas", *words, stderr=log)
-    router = Serving(process, port, ops)
+    router = Serving(process, port, ops, workers)
     try:
         await router.ready()
         yield router
@@ -220,6 +234,28 @@ def _changed(router: Serving, before: set[int]) -> bool:
 
 async def _is(router: Serving, name: str, number: float) -> bool:
     return await router.metric(name) == number
+
+
+def test_the_successor_of_a_worker_takes_over_proofs_of_salts(tmp_path: Path) -> None:
+    """It asks its siblings before it tries a server itself."""
+    keys, secret = tenants(tmp_path, {"ada": ""}), tmp_path / "secret"
+    secret.write_text("s" * 32)
+    settings = {"file": str(keys.file), "isolate": "tenant", "isolate_secret_file": str(secret)}
+
+    async def main() -> None:
+        async with running({}) as engines, serving(engines, tmp_path, workers=2, **settings) as router:
+            tries = engines[0].scheduler.stats.finished.values()
+            tried = sum(tries)
+            assert tried
+            before = set(router.workers())
+            os.kill(max(before), signal.SIGKILL)
+            await until(partial(_changed, router, before), "it is gone")
+            await router.ready()
+            for _ in range(6):
+                assert (await router.chat(key="key-of-ada")).status == 200
+            assert sum(tries) == tried + 6
+
+    run_real(main(), 170)
 
 
 def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
