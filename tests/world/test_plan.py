@@ -3,6 +3,7 @@ needs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,16 @@ def test_a_rollout_is_in_plans_of_its_own_only() -> None:
 
 
 def test_seeds_take_turns_through_all_kinds() -> None:
-    assert {kinds.draw(seed).kind for seed in range(len(kinds.KINDS))} == set(kinds.KINDS)
+    count = len(kinds.KINDS)
+    assert {kinds.draw(seed).kind for seed in range(count)} == set(kinds.KINDS)
+    counted = (kinds.draw(command._COUNTED_EVERY * number).kind for number in range(count))
+    assert set(counted) == set(kinds.KINDS), "calls of a turn are counted in all of them"
+
+
+def test_the_page_has_all_kinds() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "worlds.md").read_text()
+    table = page.partition("| kind | what |\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(kinds.KINDS)
 
 
 def test_shrinking_leaves_what_the_failure_needs() -> None:
