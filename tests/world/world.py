@@ -29,6 +29,8 @@ from tests.world.truth import Truth
 START_S_MAX = 60.0
 RECOVER_S_MAX = 120.0
 _ENDED_S_MAX = 30.0
+_RECONNECT_S_MAX = 1.0
+"""Keepalive may end a half-open connection at any moment of quiet."""
 _SETTLE_S = {"pd": 40.0}
 """Leases of blocks run out in this time."""
 _SETTLE_S_ELSE = 8.0
@@ -143,7 +145,7 @@ class World:
                 break
             await asyncio.sleep(0.1)
         await asyncio.sleep(_SETTLE_S.get(self.plan.kind, _SETTLE_S_ELSE))
-        if why := fleet.unready():
+        if why := await fleet.until_ready(_RECONNECT_S_MAX):
             self.violations.append(Violation("faults", f"not ready in quiet: {why}"))
         self.violations += oracles.judge_books(fleet)
         self.violations += oracles.judge_leases(fleet)
