@@ -25,6 +25,7 @@ def test_numbers_leave_out_the_first_fifth() -> None:
     assert outcome.ttft_p50_s == pytest.approx(2.5)
     assert outcome.ttft_p90_s == pytest.approx(3.7)
     assert outcome.ttft_p99_s == pytest.approx(3.97)
+    assert (outcome.within_1_s_share, outcome.within_3_s_share) == (0.25, 0.75)
     assert outcome.error_mean_tokens == pytest.approx((10 + 0 + 10 + 20) / 4)
     assert outcome.exact_share == pytest.approx(0.25)
     assert outcome.imbalance == pytest.approx(1.5)

@@ -9,6 +9,7 @@ import pytest
 
 from kvatlas.router.simulation.cache_layouts import ModelError, check_units, groups_of, pool_blocks
 from kvatlas.router.simulation.outcome import result_of
+from kvatlas.router.simulation.report import _title
 from kvatlas.router.simulation.requests import Request, WorkloadError
 from kvatlas.router.simulation.setup import FleetSetup
 from kvatlas.router.simulation.study import (
@@ -71,6 +72,7 @@ def test_slower_engines_meet_the_same_arrivals() -> None:
     slow, _, fast, _ = run_plan(plan, {0: WORKLOADS[0]}, processes=1).reports
     assert (slow.rate_factor, fast.rate_factor) == (0.5, 1.0)
     assert slow.outcomes[0].ttft_mean_s > 1.8 * fast.outcomes[0].ttft_mean_s
+    assert [_title(plan, 0, factor) for factor in (0.5, 1.0)] == ["prefill rate x 0.5", "prefill rate x 1"]
 
 
 def test_the_speed_makes_round_robin_as_busy_as_asked() -> None:
