@@ -540,6 +540,11 @@ def test_times_that_are_none_are_refused(name: str, value: float) -> None:
         FleetSettings(**{name: value})
 
 
+def test_gauges_are_read_between_two_polls_unless_stated() -> None:
+    assert FleetSettings(poll_interval_s=5.0).gauges_s == 2.0
+    assert FleetSettings(poll_interval_s=5.0, gauge_interval_s=3.0).gauges_s == 3.0
+
+
 async def test_servers_that_join_are_polled_and_those_that_leave_are_reported_and_left_alone() -> None:
     async with watching() as watch, watching() as other:
         here, there = watch.server.base_url, other.server.base_url
