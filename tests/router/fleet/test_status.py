@@ -164,3 +164,9 @@ def test_engines_give_ids_of_tokens_since_a_version(version: str | None, says: b
     (status,) = Fleet([EngineAddress(URL)])
     status.version = version
     assert status.says_ids is says
+
+
+def test_the_context_length_of_an_engine_is_that_of_its_base_model() -> None:
+    (status,) = Fleet([EngineAddress(URL)])
+    status.models = (ModelCard("x", parent="a", max_model_len=7), ModelCard("a", max_model_len=9))
+    assert [status.context_tokens(name) for name in (None, "a", "x")] == [9, 9, 7]

@@ -167,7 +167,7 @@ async def test_a_file_that_comes_later_is_read_then(tmp_path: Path) -> None:
     async with seeing(path) as seen:
         await seen.until(lambda: seen.source.stats.failing, "the failure")
         assert not seen.source.stats.synced
-        path.write_text('{"engines": [{"base_url": "http://j:1", "dp_rank": 1, "topic": "t"}]}')
+        path.write_text('{"engines": [{"base_url": "http://j:1", "dp_rank": 0, "topic": "t"}]}')
         await seen.sees({"http://j:1": ""})
 
 
