@@ -176,10 +176,21 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
         )
         return
     if engine.held:
-        yield _info("engine.on_hold", subject=name, seen=f"gets no new requests: {engine.held}")
+        yield _info(
+            "engine.on_hold",
+            subject=name,
+            seen=f"gets no new requests: {engine.held}",
+            cause="an administrator, its file or its pod says so",
+            remedy="nothing, if that is meant; otherwise undo it there (docs/discovery.md)",
+        )
     if engine.asleep:
-        seen = "sleeps: it gets no requests until it wakes (POST /wake_up at the engine)"
-        yield _info("engine.asleep", subject=name, seen=seen)
+        yield _info(
+            "engine.asleep",
+            subject=name,
+            seen="sleeps: it gets no requests until it wakes",
+            cause="the engine was sent to sleep (vLLM's sleep mode)",
+            remedy="POST /wake_up at the engine",
+        )
     yield from _feed(engine)
     if not engine.breaker.allows(now):
         yield _warning(
@@ -399,7 +410,8 @@ def _predictions(engine: Engine, now: float) -> Iterator[Finding]:
             "engine.speed",
             subject=engine.engine_id,
             seen=f"its first tokens come about {times:.1f} times as {'late' if late else 'soon'} as before",
-            cause="its speed changed, or something else runs on its machine; predictions follow it",
+            cause="its speed changed, or something else runs on its machine",
+            remedy="nothing: predictions follow it; if it is slower, see what else runs there",
         )
     first = engine.first_tokens
     if first.compared >= ACCURATE_OF_MIN and first.accurate < ACCURATE_SHARE_MIN * first.compared:

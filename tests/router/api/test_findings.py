@@ -49,6 +49,10 @@ def held(one: Engine) -> None:
     one.held = "drained by ann"
 
 
+def asleep(one: Engine) -> None:
+    one.asleep = True
+
+
 def feed(state: FeedState, reason: str = "", **more: Any) -> Callable[[Engine], None]:
     def change(one: Engine) -> None:
         one.feed = FeedStats(state=state, reason=reason, **more)
@@ -91,6 +95,7 @@ def faster(one: Engine) -> None:
 CASES: list[tuple[Callable[[Engine], None], str, Severity, str]] = [
     (down, "engine.down", Severity.ERROR, "down: refused"),
     (held, "engine.on_hold", Severity.INFO, "gets no new requests: drained by ann"),
+    (asleep, "engine.asleep", Severity.INFO, "until it wakes"),
     (
         feed(FeedState.COLD),
         "feed.state",
@@ -165,7 +170,8 @@ def test_the_problems_of_an_engine(
     (found,) = [finding for finding in of_engine(one, 0.0) if finding.check == check]
     assert (found.severity, found.subject) == (severity, NAME)
     assert words in found.seen
-    assert severity is Severity.INFO or (found.cause and found.remedy)
+    assert found.cause
+    assert found.remedy
 
 
 def test_an_open_breaker_is_a_finding() -> None:
