@@ -69,7 +69,8 @@ def of_router(s: Sources) -> Iterator[Finding]:
             subject=ROUTER,
             seen=f"the shared index does not answer: {problem}",
             cause="Redis is down, slow, or out of reach",
-            remedy="check Redis and the network; until then this replica predicts by its own feeds",
+            remedy="check Redis and the network; until then it predicts for the engines that it follows: "
+            "none, if it started without",
         )
     sources = {} if s.origins is None else s.origins.stats
     for name, source in sources.items():
@@ -171,8 +172,10 @@ def of_engine(engine: Engine, now: float) -> Iterator[Finding]:
             "engine.down",
             subject=name,
             seen=f"the router reports it down: {engine.problem}",
-            cause="it is down, or the router cannot reach it",
-            remedy="run kvatlas doctor on the router's machine",
+            cause="it answers with an error, or something else listens there"
+            if " from /v1/models" in engine.problem
+            else "it is down, or the router cannot reach it",
+            remedy="check its address and port; kvatlas doctor on the router's machine says more",
         )
         return
     if engine.held:

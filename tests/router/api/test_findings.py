@@ -321,3 +321,10 @@ def test_a_usage_record_that_contradicts_or_cannot_be_written_is_a_problem(
     log._failing = True
     first = next(_usage_record(log))
     assert (first.check, first.severity) == ("record.unwritten", Severity.ERROR)
+
+
+def test_an_error_from_the_api_does_not_mean_down() -> None:
+    one = engine()
+    one.up, one.problem = False, "404 from /v1/models"
+    (found,) = of_engine(one, 0.0)
+    assert found.cause == "it answers with an error, or something else listens there"
