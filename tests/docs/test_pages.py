@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kvatlas.router.cli import app
 from kvatlas.router.config.load import SECTIONS
 from kvatlas.router.config.removed import REMOVED
+from kvatlas.router.config.schema import Config
 from tests.docs.pages import (
     anchors,
     command_lines,
@@ -25,6 +28,7 @@ from tests.support.paths import ROOT
 
 MACHINE_WORDS = re.compile(r"/wor[k]/|/tmp/env[s]|pythonhoste[d]|pypi\.or[g]")
 """Paths of the machine this was written on, and hosts that an installation may not need."""
+_DEFAULT = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)`(?: \(| )([\d.,]*\d)(?: (s|MiB|%))?")
 
 
 @cache
@@ -98,6 +102,24 @@ def test_settings_exist(page: Path) -> None:
         known = SECTIONS[section].__struct_fields__
         found = any(name.startswith(key) for name in known) if wildcard else key in known
         assert found or text in REMOVED or key in {"md", "py"}, f"{page_id(page)}: {text}"
+
+
+def defaults_told(page: Path) -> Iterator[tuple[str, float]]:
+    """Settings whose default stands behind their name, as in `listen.drain_s_max` (30 s)."""
+    for key, number, unit in _DEFAULT.findall(page.read_text(encoding="utf-8")):
+        yield key, float(number.replace(",", "")) * {"MiB": 1 << 20, "%": 0.01}.get(unit, 1)
+
+
+def test_defaults_told_in_pages_are_those_of_the_code() -> None:
+    told = [
+        (page_id(page), *one)
+        for page in pages()
+        if page.parent == ROOT / "docs"
+        for one in defaults_told(page)
+    ]
+    assert len(told) > 12
+    real = {key: attrgetter(key)(Config()) for _, key, _ in told}
+    assert [one for one in told if real[one[1]] != one[2]] == []
 
 
 @pytest.mark.parametrize("page", [p for p in pages() if p.name != "metrics.md"], ids=page_id)
