@@ -305,8 +305,8 @@ def test_shares_are_kept_and_a_session_stays() -> None:
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
-        ({"x": {}}, "x: expected models"),
-        ({"x": {"a": -1.0}}, "x: expected models"),
+        ({"x": {}}, "x: expected at least one model"),
+        ({"x": {"a": -1.0}}, "x.a = -1.0: expected a weight"),
         ({"x": {"a": 0.0}}, "one weight at least"),
         ({"x": {"y": 1.0}, "y": {"a": 1.0}}, "y is an alias itself"),
     ],
