@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvatlas.router.admission.claims import read_claim
+from kvatlas.router.admission.claims import given_priority, read_claim
 from kvatlas.router.admission.key_file import TenantRules
 from kvatlas.router.openai.body import peek
 from kvatlas.router.openai.errors import ApiError
@@ -45,6 +45,9 @@ def test_the_engines_own_header_comes_before_the_body(
     """As in vLLM; a value that it does not read leaves the body's."""
     claim = read_claim([(b"x-vllm-priority", value)], in_body=in_body, arrived_s=0.0)
     assert claim.priority == expected
+    # Its number, for engines that order by it.
+    number = in_body or 0 if value in (b"useless", b"1.5") else int(value)
+    assert given_priority([(b"content-length", b"5"), (b"x-vllm-priority", value)], in_body) == number
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, NORMAL), (b"high", NORMAL), (b"low", LOW)])

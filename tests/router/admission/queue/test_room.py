@@ -80,6 +80,9 @@ async def test_too_many_are_refused_with_the_seconds_of_work_ahead() -> None:
     # Three requests of 2 s over two engines, behind 10 s: 13 s.
     assert dict(refused.value.headers)[b"retry-after"] == b"13"
     assert room.stats.refused == {"full": 1}
+    room.configure(QueueSettings(requests_max=4))
+    waits.append(comes(room))
+    await until(lambda: len(room) == 4, "it waits too: another one may")
     for one in waits:
         one.cancel()
     await asyncio.wait(waits)
