@@ -29,6 +29,7 @@ from kvatlas.router.observe.receipts import Leg
 from kvatlas.router.replication.settings import IndexSettings
 from kvatlas.router.simulation.demo import run as demo_run
 from kvatlas.router.simulation.demo.gateway import find_envoy, gateway_process
+from kvatlas.router.simulation.demo.load import ChatOutcome
 from kvatlas.router.simulation.demo.run import KvConnector, apart
 from kvatlas.router.simulation.demo.store import find_server
 from kvatlas.router.simulation.demo.table import LegCounts, Tally, live_table
@@ -238,6 +239,13 @@ async def test_load_router_and_engines_in_one_process(
 ) -> None:
     """As JSON without roles, as text with two."""
     monkeypatch.setattr(demo_run, "_USERS_PER_ENGINE", 3)
+    done, chats = demo_run._Demo.done, list[ChatOutcome]()
+
+    def noted(demo: demo_run._Demo, chat: ChatOutcome) -> None:
+        chats.append(chat)
+        done(demo, chat)
+
+    monkeypatch.setattr(demo_run._Demo, "done", noted)
     settings, routed = apart(demo_run.ENGINE, 2, connector)
     as_json = connector is None
     async with AsyncExitStack() as stack:
@@ -252,7 +260,8 @@ async def test_load_router_and_engines_in_one_process(
     assert told is not None
     again = told["baseline"]
     assert told["errors"] == again["errors"] == 0
-    assert told["requests"] == again["requests"] >= 6
+    assert told["requests"] == again["requests"] == len(chats) >= 6
+    assert all(chat.answer for chat in chats)
     assert told["prompt_tokens"] == again["prompt_tokens"] > 1000 * told["requests"]
     assert 0 < told["predicted_exact"] <= told["predicted_total"] <= told["requests"]
     assert 0 < told["ttft_p50_ms"] <= told["ttft_p99_ms"] < 10_000
