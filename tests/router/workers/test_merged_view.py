@@ -21,7 +21,7 @@ from kvatlas.router.observe.receipts import EVIDENCE_KEPT
 from kvatlas.router.openai.request import Session, Usage
 from kvatlas.router.workers.context import PortTakenError, WorkerSockets, cores
 from kvatlas.router.workers.merged_metrics import encoded_family, encoded_page
-from kvatlas.router.workers.merged_view import AggregateView, _add, _joined
+from kvatlas.router.workers.merged_view import AggregateView, _add, _joined, group_families
 from kvatlas.router.workers.sibling_calls import SiblingCalls
 
 
@@ -100,6 +100,8 @@ async def test_answers_and_history_of_all_workers() -> None:
         sibling.pages["answers"] = [earlier]
         assert [one.request_id for one in await view.answers()] == ["earlier", "one & only", "another"]
         assert await view.receipts("one & only") == []
+        sibling.pages["engines"] = [{"engine": "http://e:1"}]
+        assert await view.engines() == [], "one that has left here is not shown"
         assert (await view.history()).intervals[-1].requests == 4
     finally:
         router.proxy.close()
@@ -189,6 +191,14 @@ async def test_sessions_of_all_workers() -> None:
         router.proxy.close()
         router.reader.close()
         sockets.close()
+
+
+def test_workers_that_are_up_and_how_often_each_was_replaced() -> None:
+    up, restarts = (
+        [(one.labels["worker"], one.value) for one in family.samples]
+        for family in group_families(2, {1}, {1: 3})
+    )
+    assert (up, restarts) == ([("0", 0.0), ("1", 1.0)], [("0", 0.0), ("1", 3.0)])
 
 
 def test_a_port_that_somebody_has_is_refused_also_if_it_may_be_shared() -> None:
