@@ -201,7 +201,8 @@ class FeedMachine:
         recovery = self._recovery
         reconnected = self._ever_connected
         self._connected = self._ever_connected = True
-        recovery.heard_at, recovery.late_at = now, now + SUBSCRIBED_S
+        recovery.heard_at, recovery.subscribed_at = now, now + SUBSCRIBED_S
+        recovery.late_at = recovery.subscribed_at
         recovery.snapshots.reset()
         recovery.heard_id = None
         recovery.settled = False

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import msgspec
@@ -184,10 +185,11 @@ class Recovery:
         # Reconnected, without a way to find out whether to the same process.
         self.unverified = False
         self.stale = False
-        # When to ask what this connection may have missed: before its subscription was in effect, or since.
+        # When the subscription of this connection is in effect, and when to ask what it may have missed.
+        self.subscribed_at = 0.0
         self.late_at: float | None = None
         # When an answer showed that batches are due which the connection had not brought; the position then.
-        self.owed_at, self._owed_seq = float("-inf"), 0
+        self.owed_at, self._owed_seq = -math.inf, math.inf
         # The process behind this connection was the followed one, and no batch has cast doubt on it.
         self.settled = False
         self._request_id = 0
@@ -259,9 +261,12 @@ class Recovery:
 
     def owe(self, now: float, since: float) -> None:
         """Record that batches were published from ``since`` to ``now``, and look for them if none came."""
-        if since - self.heard_at >= SUBSCRIBED_S and not self.owes:
-            self.owed_at, self._owed_seq = now, max(self.position.next_seq, 0)
-            self.late_at = now + SUBSCRIBED_S
+        if self.heard_at < since and not self.owes:
+            # What was sent before its subscription was in effect, a sound connection does not bring either.
+            subscribed = since >= self.subscribed_at
+            self.owed_at, self._owed_seq = now, max(self.position.next_seq, 0) if subscribed else math.inf
+            if self.late_at is None:
+                self.late_at = now + SUBSCRIBED_S
 
     def give_up(self, now: float, repair: Repair) -> None:
         """Apply what is held, in order, and record what is missing."""
@@ -275,8 +280,9 @@ class Recovery:
     def look_late(self, now: float) -> None:
         """Ask what the connection may have missed, if that is due."""
         if self.late_at is not None and now >= self.late_at:
+            missed = self.owes or self.late_at == self.subscribed_at
             self.late_at = None
-            if self.position.next_seq != NOWHERE:
+            if missed and self.position.next_seq != NOWHERE:
                 self.start(now, RepairKind.LATE)
 
     def no_snapshot(self, now: float, repair: Repair) -> None:

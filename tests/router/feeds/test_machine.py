@@ -801,6 +801,20 @@ def test_a_connection_is_kept_without_proof_that_it_brings_nothing() -> None:
     assert (driver.state, driver.reconnects, len(driver.applied)) == ((FeedState.READY, ""), 0, 3)
 
 
+def test_events_that_come_a_little_late_are_not_asked_for() -> None:
+    driver = ready()
+    driver.tick(SUBSCRIBED_S)
+    driver.replay(*frames(2, 3))
+    asked = len(driver.requests)
+    for seq in (3, 4):
+        driver.tick(0.1)
+        driver.do(driver.machine.computed(driver.now, since=driver.now - 0.05))
+        driver.tick(0.1)
+        driver.live(frame(seq))
+        driver.tick(SUBSCRIBED_S)
+    assert (len(driver.requests), driver.reconnects) == (asked, 0)
+
+
 @pytest.mark.parametrize("heard", [False, True])
 def test_without_replay_a_silent_connection_is_made_again_if_nothing_is_known(heard: bool) -> None:
     driver = started(has_replay=False)
