@@ -282,7 +282,7 @@ async def test_streams_of_broken_engines_read_like_those_of_others(
         async with asking() as client:  # of the other one, as the router avoids engines with others' requests
             asked = (client.ask(other.base_url + one.path, json.dumps(one.body).encode()) for one in cases)
             whole = [told(data) for data in await asyncio.gather(*asked)]
-        streams = await _broken(kind, cases, victim, router)
+        streams = await broken(kind, cases, victim, router)
         results = [told(stream.data) for stream in streams]
         wrong = [
             (stream.engine, result, right)
@@ -299,7 +299,7 @@ async def test_streams_of_broken_engines_read_like_those_of_others(
     assert continuations(router) > 0
 
 
-async def _broken(kind: str, cases: list[Case], victim: VllmEngine, router: RouterProcess) -> list[Streaming]:
+async def broken(kind: str, cases: list[Case], victim: VllmEngine, router: RouterProcess) -> list[Streaming]:
     """Streams that have ended, with an engine broken in their midst."""
     server, core = victim.processes()
     pid = core if kind.startswith("core") else server

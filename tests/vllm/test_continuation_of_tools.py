@@ -23,6 +23,8 @@ from kvatlas.router.proxy.failures import EventRefusedError
 from kvatlas.router.proxy.kept_stream import KeptStream
 from kvatlas.router.proxy.parsed_stream import ParsedStream
 from tests.support.paths import ROOT
+from tests.vllm.router_process import RouterProcess
+from tests.vllm.test_continuation import Case, broken, continuations
 from tests.vllm.tiny_model import write_tiny_model
 from tests.vllm.told_streams import ToldStream, told
 from tests.vllm.vllm_engine import VllmEngine, side_by_side, two_engines
@@ -65,7 +67,14 @@ def answers(parser: str) -> list[str]:
         "only thinking, 4 < 5",
         f"<think>a</think>x < y <b> z <<<< and {call('time')}",
         f"{call('time')} and text behind",
+        f"<think>{'so 🙂. ' * 12}</think>{'word 漢 ' * 12}{call('weather', city='Zürich ' * 4)}",
     ]
+
+
+SETTINGS = ("proxy.continue_tools=true", "proxy.stall_s=60")
+LONG = 5
+"""The answer that is broken under many chats at one time."""
+STREAMS = 24
 
 
 CUTS = 12
@@ -168,6 +177,12 @@ async def goes_on(
     return told(out)
 
 
+def readable(answer: ToldStream, parser: str) -> ToldStream:
+    """Without white space beside calls where that depends on the lengths of events (qwen3_coder): a busy
+    engine puts several tokens into one."""
+    return answer if parser == "hermes" else replace(answer, text="".join(answer.text.split()))
+
+
 async def test_a_chat_cut_anywhere_reads_like_one_that_was_not(
     engines: list[VllmEngine], parser: str
 ) -> None:
@@ -176,29 +191,27 @@ async def test_a_chat_cut_anywhere_reads_like_one_that_was_not(
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         ask, other = Asking(session, first.base_url), Asking(session, second.base_url)
 
-        def readable(answer: ToldStream) -> ToldStream:
-            # How white space beside calls reads depends on the lengths of events (qwen3_coder), and a busy
-            # engine puts several tokens into one.
-            return answer if parser == "hermes" else replace(answer, text="".join(answer.text.split()))
-
-        async def judge(body: dict[str, Any], events: list[bytes], cut: int, step: int) -> None:
+        async def judge(
+            body: dict[str, Any], right: ToldStream, events: list[bytes], cut: int, step: int
+        ) -> None:
             result = await goes_on(body, events, cut, other, step)
             if isinstance(result, str):
                 counts[result] += 1
-            elif readable(result).same(readable(right := told(b"".join(events).replace(b"token_ids", b"_")))):
+            elif readable(result, parser).same(readable(right, parser)):
                 counts["equal"] += 1
             else:
                 wrong.append((body["messages"], cut, step, result, right))
 
         tasks = []
-        for number, tools in itertools.product(range(len(answers(parser))), (TOOLS, None)):
+        for number, tools in itertools.product(range(LONG), (TOOLS, None)):
             body = chat(number, **({"tools": tools} if tools else {}))
             stream = await ask.read(CHAT, json.dumps({**body, "return_token_ids": True}).encode())
             events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
+            right = told(await ask.read(CHAT, json.dumps(body).encode()))
             steps = (1, 8) if parser == "hermes" else (1,)
             every = 1 if len(events) < EVERY_CUT else 1 + len(events) // CUTS
             cuts = range(2 + number % every, len(events) + 1, every)
-            tasks += [judge(body, events, cut, steps[cut % len(steps)]) for cut in cuts]
+            tasks += [judge(body, right, events, cut, steps[cut % len(steps)]) for cut in cuts]
         await asyncio.gather(*tasks)
     assert not wrong, f"{len(wrong)} wrong of {counts}: {wrong[:2]}"
     assert counts["equal"] > 0.5 * counts.total(), counts
@@ -214,3 +227,34 @@ async def test_a_chat_under_a_grammar_does_not_go_on(engines: list[VllmEngine], 
         stream = await ask.read(CHAT, json.dumps({**plain, "return_token_ids": True}).encode())
         events = [event + b"\n\n" for event in stream.split(b"\n\n")[:-1]]
         assert await goes_on(body, events, 12, ask, 1) == "format"
+
+
+async def test_chats_of_a_killed_engine_read_like_those_of_others(
+    engines: list[VllmEngine], parser: str, model: Path, tmp_path: Path
+) -> None:
+    cases = [Case(CHAT, chat(LONG, tools=TOOLS)) for _ in range(STREAMS)]
+    for number, one in enumerate(cases):
+        one.body["messages"] = [{"role": "user", "content": f"Chat {number}, answer {LONG}."}]
+    victim, other = engines
+    options = [word for one in SETTINGS for word in ("--set", one)]
+    urls = [one.base_url for one in engines]
+    async with aiohttp.ClientSession() as session:
+        ask = Asking(session, other.base_url)
+        whole = [told(await ask.read(CHAT, json.dumps(one.body).encode())) for one in cases]
+    with RouterProcess(urls, model, log=tmp_path / "router.log", options=options) as router:
+        streams = await broken("core killed", cases, victim, router)
+        went_on = continuations(router)
+    victim.kill()
+    victim.start()
+    victim.wait_until_healthy()
+    results = [told(stream.data) for stream in streams]
+    pairs = list(zip(results, whole, strict=True))
+    wrong = [
+        (result, right)
+        for result, right in pairs
+        if not readable(result, parser).same(readable(right, parser))
+        and not (result.error and right.reasoning.startswith(result.reasoning))
+    ]
+    assert not wrong, f"{len(wrong)} wrong: {wrong[:2]}"
+    assert sum(result.error is None for result in results) > STREAMS / 2
+    assert went_on > 0

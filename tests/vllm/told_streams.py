@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +30,12 @@ class ToldStream:
     offsets: list[int] = field(default_factory=list)
     ids: list[Any] = field(default_factory=list)
     """Token ids that the client has not asked for."""
+    forms: set[str] = field(default_factory=set)
+    """Its events without what they say: their members, in order."""
 
     def same(self, other: ToldStream) -> bool:
-        """Whether both say the same answer, to the last place of a log probability."""
+        """Whether both say the same answer, to the last place of a log probability, and this one in events
+        of the other one's forms."""
         mine, others = (
             (
                 one.text,
@@ -50,6 +54,7 @@ class ToldStream:
         )
         return (
             mine == others
+            and self.forms <= other.forms
             and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
             and len(self.names) == len(other.names) == 1
             and _counts(self.usage) == _counts(other.usage)
@@ -78,6 +83,7 @@ def _take(said: ToldStream, part: dict[str, Any]) -> None:
     if "error" in part:
         said.error = part["error"].get("code")
         return
+    said.forms.update(_forms(part))
     said.names.add(part["id"])
     said.usage = part.get("usage") or said.usage
     said.ids += [part["prompt_token_ids"]] if part.get("prompt_token_ids") else []
@@ -107,3 +113,36 @@ def _call(said: ToldStream, call: dict[str, Any]) -> None:
     said.call_ids += [call["id"]] if call.get("id") else []
     mine[0] += function.get("name") or ""
     mine[1] += function.get("arguments") or ""
+
+
+_SAID = {
+    "id",
+    "created",
+    "text",
+    "content",
+    "reasoning",
+    "usage",
+    "finish_reason",
+    "stop_reason",
+    "top_logprobs",
+}
+
+
+def _forms(part: dict[str, Any]) -> Iterator[str]:
+    """Forms of an event and of each thing that it adds. Left out: an end that the router adds has no
+    fingerprint, and calls of tools have no text instead of null."""
+    yield _form({name: one for name, one in part.items() if name != "system_fingerprint"})
+    for choice in part["choices"]:
+        for name, one in choice.get("delta", {}).items():
+            if one is not None:
+                yield f"{name}: {_form(one)}"
+
+
+def _form(value: Any) -> str:
+    """A value without what differs from event to event: texts, numbers, lengths of lists."""
+    if isinstance(value, dict):
+        members = [f"{name}:{'' if name in _SAID else _form(one)}" for name, one in value.items()]
+        return "{" + ",".join(members) + "}"
+    if isinstance(value, list):
+        return "[" + (_form({**value[0], "delta": ""}) if value and isinstance(value[0], dict) else "") + "]"
+    return "null" if value is None else type(value).__name__
