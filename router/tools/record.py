@@ -130,7 +130,7 @@ def _with_events(engine: EngineAddress) -> list[EngineAddress]:
         raise ConfigError(f"{url}: {error}; {hint}") from None
     wanted = [e for e in found if engine.dp_rank is None or (e.dp_rank or 0) == engine.dp_rank]
     if not wanted:
-        raise ConfigError(f"{url}: this engine publishes no events")
+        raise ConfigError(f"{url}: this engine publishes no events; start it with --kv-events-config")
     return wanted
 
 

@@ -44,11 +44,12 @@ def _refused(engine: EngineEvidence) -> CheckResult:
     included (``_is_bind_endpoint`` of vllm/distributed/kv_events.py, 0.32 and 0.33).
     """
     seen = f"{engine.engine.events}: nothing accepts connections"
-    endpoint = engine.event_endpoint
-    if endpoint is None or not endpoint.startswith("tcp://") or "*" in endpoint or "::" in endpoint:
+    endpoint = engine.event_endpoint or ""
+    port = endpoint.rpartition(":")[2]
+    asked = (engine.engine.events or "").rpartition(":")[2]
+    if not endpoint.startswith("tcp://") or "*" in endpoint or "::" in endpoint or port != asked:
         cause = "wrong address or port, a firewall, or an engine that has not bound it"
         return error(seen, cause, _CHECK_ADDRESS)
-    port = endpoint.rpartition(":")[2]
     return error(
         seen,
         f"the engine was started with the endpoint {endpoint}: without * vLLM connects to it and does "
