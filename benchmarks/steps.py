@@ -28,8 +28,6 @@ import msgspec
 from benchmarks.decision import MODEL, Bench
 from benchmarks.layouts import LAYOUTS, Layout
 
-STEP_S_MAX = 0.01
-
 
 class Steps:
     """The longest step of a loop since ``begin``: CPU seconds of its thread, and Python lines if counted."""

@@ -27,7 +27,6 @@ KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 60.0
 JOBS_MAX = 256
 """Of one round."""
-COLUMNS = ("engine", "one copy", "call per piece", "torch index")
 
 
 class StuckError(Exception):

@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
+from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme
 from kvatlas.publisher.block_pool import HybridBlockPool
 from kvatlas.publisher.event_decoder import decode_batch
 from kvatlas.publisher.events import (
@@ -36,6 +36,7 @@ from kvatlas.router.index.base import Plane
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.memory import MemoryIndex
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.trace_verification import ProbePrompt
 
 SETTINGS = FeedSettings(
     hold_batches_max=48, recent_batches_max=32, resync_backoff_s=2.0, resync_backoff_s_max=8.0
@@ -393,26 +394,11 @@ class World:
                 self._check_prediction(engine.tokens(self.rng))
 
     def _check_prediction(self, tokens: list[int]) -> None:
-        predicted = self.fleet.predict(ProbePrompt(tokens), ["e"])["e"]
+        predicted = self.fleet.predict(ProbePrompt(tokens, NO_EXTRAS), ["e"])["e"]
         if predicted.mode == "unknown":
             return  # no prompt of this process was stored from its beginning
         expected = self.engine.pool.find_hit(self.engine.pool.request(tokens))
         assert predicted.hit_tokens == expected, f"predicted {predicted}, is {expected}"
-
-
-class ProbePrompt:
-    """A prompt by its tokens."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.extras = NO_EXTRAS
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
-        return block_hashes(self.token_ids, scheme)
 
 
 FATES = ("ok", "ok", "ok", "ok", "drop", "late", "twice")

@@ -54,11 +54,6 @@ class Front:
             body = await answer.read()
             return web.Response(body=body, status=answer.status, content_type=answer.content_type)
 
-    async def engine_says(self, path: str) -> Any:
-        """Answer of the first engine to a GET."""
-        async with self._session.get(self.engines[0].base_url + path) as answer:
-            return await answer.json()
-
 
 @asynccontextmanager
 async def fronting(*engines: SimulatedEngine, port: int = 0) -> AsyncIterator[Front]:

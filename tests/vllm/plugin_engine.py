@@ -6,14 +6,13 @@ import asyncio
 import json
 import random
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 
-from kvatlas.publisher.block_hash import NO_EXTRAS, HashScheme, block_hashes
-from kvatlas.publisher.events import BlockHash
+from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.router.feeds.base import FeedState
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 from tests.vllm.vllm_engine import VllmEngine
@@ -47,19 +46,6 @@ ENGINE_ARGUMENTS = (
 )
 
 
-class ProbePrompt:
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.extras = NO_EXTRAS
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    def hashes(self, scheme: HashScheme) -> Sequence[BlockHash]:
-        return block_hashes(self.token_ids, scheme)
-
-
 def complete(engine: VllmEngine, token_ids: list[int], *, max_tokens: int = 4) -> int:
     """Send a prompt; the tokens the engine took from its cache."""
     body = {"model": "tiny", "prompt": token_ids, "max_tokens": max_tokens, "temperature": 0}
@@ -83,4 +69,4 @@ async def settled(engine: VllmEngine, fleet: FleetResidency) -> None:
     prompt that comes after them is there."""
     prompt = [random.randrange(10, 1000) for _ in range(BLOCK_TOKENS + 1)]
     await asyncio.to_thread(complete, engine, prompt, max_tokens=1)
-    await until(lambda: fleet.predict(ProbePrompt(prompt), ["e"])["e"].hit_tokens == BLOCK_TOKENS)
+    await until(lambda: fleet.predict(ProbePrompt(prompt, NO_EXTRAS), ["e"])["e"].hit_tokens == BLOCK_TOKENS)

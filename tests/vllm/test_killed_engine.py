@@ -15,17 +15,18 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.publisher.events import BlockHash, BlockStored, DecodedBatch, to_block_hash
 from kvatlas.publisher.groups import GroupSpec
 from kvatlas.router.feeds.base import FeedSettings, FeedState
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
+from kvatlas.router.tools.trace_verification import ProbePrompt
 from tests.support.feed_world import credited
 from tests.support.waiting import until
 from tests.vllm.plugin_engine import (
     ENGINE_ARGUMENTS,
-    ProbePrompt,
     complete,
     plugin_path,
     ready,
@@ -108,7 +109,7 @@ async def predicted_and_reported(
 ) -> tuple[int, int]:
     await settled(engine, fleet)
     assert feed.state is FeedState.READY
-    predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"].hit_tokens
+    predicted = fleet.predict(ProbePrompt(token_ids, NO_EXTRAS), ["e"])["e"].hit_tokens
     return predicted, await asyncio.to_thread(complete, engine, token_ids)
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from kvatlas.publisher.block_hash import NO_EXTRAS
 from kvatlas.router.feeds.base import FeedSettings
 from kvatlas.router.feeds.subscriber import Feed
 from kvatlas.router.index.learn.layout import ModelFacts
 from kvatlas.router.index.model import FleetResidency
-from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, ProbePrompt, complete, plugin_path, ready, settled
+from kvatlas.router.tools.trace_verification import ProbePrompt
+from tests.vllm.plugin_engine import ENGINE_ARGUMENTS, complete, plugin_path, ready, settled
 from tests.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -63,7 +65,7 @@ async def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
             for _ in range(12):
                 await settled(engine, fleet)
                 token_ids = rng.choice([prompt(), rng.choice(sent)])
-                predicted = fleet.predict(ProbePrompt(token_ids), ["e"])["e"]
+                predicted = fleet.predict(ProbePrompt(token_ids, NO_EXTRAS), ["e"])["e"]
                 assert predicted.mode == "native", predicted.why_unknown
                 actual = await asyncio.to_thread(complete, engine, token_ids)
                 pairs.append((predicted.hit_tokens, actual))

@@ -19,8 +19,6 @@ from kvatlas.router.__main__ import run
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
-FILE = ROOT / "tests" / "data" / "traces" / "README.md"
-
 
 @pytest.fixture
 def taken() -> Iterator[int]:

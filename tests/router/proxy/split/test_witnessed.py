@@ -62,10 +62,9 @@ class Pages:
         return PAGE
 
 
-@pytest.mark.parametrize("pages", [0, 1])
-async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_connection(pages: int) -> None:
-    now = [100.0]
-    connections, metrics, settings = Connections(), Pages(pages), PdSettings()
+def fetch(connections: Connections, metrics: Pages, now: list[float]) -> asyncio.Task[Any]:
+    """Ask the decode engine with a lease of 5 s whose margin begins at once."""
+    settings = PdSettings()
     legs = DisaggForwarder(
         cast("Any", connections),
         connector_of(settings, metrics),
@@ -81,10 +80,16 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
     out = Outbound(cast("Any", None), request, read_request_headers(NO_FIELDS, b""), b"/", record)
     disagg = DisaggState(settings)
     # Its margin has begun: the number of ended leases is looked up immediately.
-    handoff = Handoff(b"{}", "p", None, now[0], now[0] + 0.001, now[0] + 5.0, "http://p")
-    disagg.handed_over(handoff)
+    disagg.handed_over(Handoff(b"{}", "p", None, now[0], now[0] + 0.001, now[0] + 5.0, "http://p"))
     attempt = FakePlacement("http://d", request=request)
-    task = asyncio.ensure_future(legs.fetch(attempt, at_once(split_body(CHAT, BODY)), out, disagg, 1.0))
+    return asyncio.ensure_future(legs.fetch(attempt, at_once(split_body(CHAT, BODY)), out, disagg, 1.0))
+
+
+@pytest.mark.parametrize("pages", [0, 1])
+async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_connection(pages: int) -> None:
+    now = [100.0]
+    connections, metrics = Connections(), Pages(pages)
+    task = fetch(connections, metrics, now)
     await connections.asked.wait()
     if pages:
         await until(lambda: metrics.calls == 1, "the number before the end is known")
@@ -104,24 +109,8 @@ async def test_a_client_that_leaves_while_the_lease_is_looked_up_leaves_no_conne
 
 
 async def test_a_client_that_leaves_before_the_answer_ends_the_look_up_too() -> None:
-    connections, metrics, settings = Connections(), Pages(0), PdSettings()
-    legs = DisaggForwarder(
-        cast("Any", connections),
-        connector_of(settings, metrics),
-        pd=settings,
-        proxy=ProxySettings(),
-        stats=PdStats(),
-        proxy_stats=ProxyStats(),
-        clock=lambda: 100.0,
-        metrics=metrics,
-    )
-    request = InboundRequest("POST", CHAT, b"", [], BODY)
-    record = RequestTracker(lambda: 100.0).begin("POST", CHAT)
-    out = Outbound(cast("Any", None), request, read_request_headers(NO_FIELDS, b""), b"/", record)
-    disagg = DisaggState(settings)
-    disagg.handed_over(Handoff(b"{}", "p", None, 100.0, 100.001, 105.0, "http://p"))
-    attempt = FakePlacement("http://d", request=request)
-    task = asyncio.ensure_future(legs.fetch(attempt, at_once(split_body(CHAT, BODY)), out, disagg, 1.0))
+    connections, metrics = Connections(), Pages(0)
+    task = fetch(connections, metrics, [100.0])
     await metrics.hangs.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
