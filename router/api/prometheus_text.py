@@ -32,7 +32,7 @@ def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Ge
         continued, name = family.name == name, family.name
         lines = "".join(map(_line, family.samples)).encode()
         # A further part of a family (``in_parts``) goes without HELP and TYPE lines.
-        return lines if continued else _head(family) + lines
+        return lines if continued else generate_latest(_Empty(family)) + lines
 
     texts = yield from in_steps(text, found, pause_every_s=pause_every_s)
     return b"".join(texts)
@@ -60,11 +60,6 @@ class _Empty(Collector):
 
     def collect(self) -> list[Metric]:
         return [self._family]
-
-
-def _head(family: Metric) -> bytes:
-    """Return the HELP and TYPE lines."""
-    return generate_latest(_Empty(family))
 
 
 def _line(sample: Sample) -> str:

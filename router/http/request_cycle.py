@@ -84,12 +84,10 @@ _NO_HEAD: ResponseHead = (0, (), None)
 _JOIN_BYTES_MAX = 64 * 1024
 
 
-def _status_line(status: int) -> bytes:
-    return f"HTTP/1.1 {status} {_PHRASES.get(status, '')}".encode()
-
-
 _PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
-_STATUS_LINES = {status: _status_line(status) for status in range(100, 1000)}
+_STATUS_LINES = {
+    status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}".encode() for status in range(100, 1000)
+}
 
 
 _PLAIN = re.compile(rb"[!-~]{1,256}")

@@ -500,13 +500,9 @@ def _weight(facts: PlacementFacts | None) -> int:
     return size
 
 
-def _for_its_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _open_whole(path: Path) -> FileIO:
     """Open to append, without a partial line left by a crash."""
-    file = FileIO(path, "a+", opener=_for_its_owner)
+    file = FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600))
     end = size = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _TAIL_BYTES)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -432,7 +432,8 @@ class PromptReader:
             self.stats.engine += prompt.source == "engine"
             self.stats.count_read(path, prompt.source)
             return prompt
-        keys = affinity_keys(_pieces(request, parsed), _affinity_scope(request, parsed))
+        pieces = iter((request.body,)) if parsed is None else pieces_of(parsed)
+        keys = affinity_keys(pieces, _affinity_scope(request, parsed))
         self._count_affinity(path, reason)
         prompts, answers = (1, 1) if parsed is None else (num_prompts(parsed), num_answers(parsed))
         return TextAffinity(keys, reason, prompts, answers)
@@ -511,10 +512,6 @@ def _takes_long(body: bytes, parsed: Parsed) -> bool:
 def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:
     salt = parsed.cache_salt if parsed is not None and isinstance(parsed.cache_salt, str) else None
     return _ENCODER.encode([request.model, salt])
-
-
-def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:
-    return iter((request.body,)) if parsed is None else pieces_of(parsed)
 
 
 def _completion_tokens(body: CompletionBody) -> EngineTokens:

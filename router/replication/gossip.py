@@ -124,10 +124,6 @@ def _little_endian(hashes: array[int]) -> array[int]:
     return hashes
 
 
-def _bounds(span: range) -> tuple[int, int, int]:
-    return span.start, span.stop, span.step
-
-
 def _range(told: int | tuple[int, int, int], num_blocks: int) -> range:
     """Return what another replica told of ends within its prompt. Raises ``ValueError`` if it is none."""
     first, stop, step = (told, told + 1, 1) if isinstance(told, int) else told
@@ -187,7 +183,7 @@ class GossipedInflight(InflightPrefixes):
         prompt = super().add(engine_id, hashes, now, keeps, rank)
         self._number += 1
         packed = _little_endian(array("Q", hashes[:_BLOCKS_MAX])).tobytes()
-        told = tuple([span[0] if len(span) == 1 else _bounds(span) for span in prompt.keeps])
+        told = tuple([s[0] if len(s) == 1 else (s.start, s.stop, s.step) for s in prompt.keeps])
         entry = GossipEntry(
             self._me, self._started, self._number, InflightEvent.SENT, engine_id, told, packed
         )

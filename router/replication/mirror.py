@@ -50,9 +50,9 @@ class MirroredIndex:
     ) -> None:
         self.memory = MemoryIndex()
         self.registry = Registry(client, model)
-        self._queue = WriteQueue(client, self.registry, self.memory, on_lost, self._changed)
-        self._lock: asyncio.Lock | None = None
         self._dirty = asyncio.Event()
+        self._queue = WriteQueue(client, self.registry, self.memory, on_lost, self._dirty.set)
+        self._lock: asyncio.Lock | None = None
 
     @property
     def counters(self) -> MirrorStats:
@@ -214,6 +214,3 @@ class MirroredIndex:
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock
-
-    def _changed(self) -> None:
-        self._dirty.set()

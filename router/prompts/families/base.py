@@ -308,7 +308,7 @@ class RustFrontend:
         if self._asks_for_numbers and _has_booleans([others, conversation]):
             raise NotLocalError("frontend")
         if "tools" in given:
-            given["tools"] = [_tool(tool) for tool in given["tools"]]
+            given["tools"] = [{key: tool[key] for key in ("type", "function")} for tool in given["tools"]]
         names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
         # Only if both engines agree is the text free of their differences: printed values, case, escapes.
         text = by_reference(self._reference, names)
@@ -424,10 +424,6 @@ def _add_assistant_fields(message: Message, result: Message) -> None:
         result["reasoning"] = result["reasoning_content"] = reasoning
     if message.get("tool_calls"):
         result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-
-
-def _tool(tool: Message) -> Message:
-    return {"type": tool["type"], "function": tool["function"]}
 
 
 def _tool_call(call: Any) -> Message:

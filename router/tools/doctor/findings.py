@@ -83,7 +83,7 @@ def run_checks(seen: Evidence) -> list[Finding]:
         finding
         for subject, evidence in [*subjects, (FLEET, seen)]
         for name, work in ordered
-        if _of_fleet(name) == (evidence is seen) and _applies(name, evidence)
+        if (name.partition(".")[0] in _FLEET_AREAS) == (evidence is seen) and _applies(name, evidence)
         for finding in _run(name, subject, work(evidence))
     ]
 
@@ -92,10 +92,6 @@ def _applies(name: str, evidence: EngineEvidence | Evidence) -> bool:
     """Whether a check makes sense: a router answers like an engine, and is none."""
     router = isinstance(evidence, EngineEvidence) and evidence.server.is_router
     return not router or name == "http.version"
-
-
-def _of_fleet(name: str) -> bool:
-    return name.partition(".")[0] in _FLEET_AREAS
 
 
 def _run(name: str, subject: str, results: Iterator[CheckResult]) -> list[Finding]:

@@ -22,7 +22,7 @@ async def test_a_writer_that_is_cancelled_ends_whatever_changed_just_before(turn
     mirror = MirroredIndex(Client(SharedSettings(url="redis://127.0.0.1:1")), "tiny")
     writing = asyncio.ensure_future(mirror.run())
     await rounds(10)
-    mirror._changed()
+    mirror._dirty.set()
     await rounds(turns)
     writing.cancel()
     await rounds(20)
