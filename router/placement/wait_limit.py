@@ -32,11 +32,6 @@ class LongWait(msgspec.Struct, frozen=True, gc=False):
     level_s: float | None = None
     """The request's own target for its first token, if that is why it is refused."""
 
-    @property
-    def excess_s(self) -> float:
-        """Seconds until an equal request would be admitted, if no others arrive."""
-        return self.wait_s - self.target_s
-
 
 class AdmissionStats(msgspec.Struct):
     """Counters for metrics."""
