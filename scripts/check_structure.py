@@ -4,11 +4,11 @@
 
 Rules: no banned turns of phrase; no public class name twice in a package; client errors are made in
 ``router/openai/errors.py`` only; tasks are started in task groups only; sockets, threads, processes and waits
-that virtual time cannot replace are in listed modules only; a Protocol has at least two classes that fulfil
-it (test doubles count); no circle of imports; the parts of a module mention each other; an override is called
-by a base class; no function, class, method or property without a user; every
-folder has a part (``scripts/parts.py``). Prints one line per fault; status 1 if there is any. Exceptions are
-listed here, each with its reason.
+that virtual time cannot replace are in listed modules only; tests with loops of their own are marked; a
+Protocol has at least two classes that fulfil it (test doubles count); no circle of imports; the parts of a
+module mention each other; an override is called by a base class; no function, class, method or property
+without a user; every folder has a part (``scripts/parts.py``). Prints one line per fault; status 1 if there
+is any. Exceptions are listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -128,6 +128,9 @@ CALLED_FROM_OUTSIDE = frozenset(
 """Names that a framework calls."""
 
 
+OWN_LOOPS = frozenset({"tests/world/test_loop.py"})  # a loop in a thread beside the virtual one
+"""Tests on virtual time that run a loop of their own."""
+
 PART_LINES_MIN = 40
 """Shorter parts of a module, as a constant with its function, are no subject of their own."""
 DECLARATIONS = ("Settings", "Stats", "Options")
@@ -228,6 +231,14 @@ def banned_calls(code: list[Module]) -> Iterator[str]:
         for path in sorted(listed):
             if (path, name) not in found:
                 yield f"{path}: is listed in {name}, and makes no such call"
+
+
+def real_loops(tests: list[Module]) -> Iterator[str]:
+    """Tests with a loop of their own in real time, of which no mark says that real time is their subject."""
+    for module in tests:
+        marked = "mark.real" in module.text or "mark.vllm" in module.text or module.path in OWN_LOOPS
+        if "asyncio.run(" in module.text and "/test_" in module.path and not marked:
+            yield f"{module.path}: asyncio.run is real time; use `run` of tests/support/waiting.py or mark it"
 
 
 def lonely_protocols(code: list[Module], tests: list[Module]) -> Iterator[str]:
@@ -413,6 +424,7 @@ def main() -> int:
         *banned_phrases(code, [*tests, *modules("benchmarks", "scripts")]),
         *doubled_names(code),
         *banned_calls(code),
+        *real_loops(tests),
         *lonely_protocols(code, tests),
         *circles(code),
         *separate_parts(code),
