@@ -68,11 +68,6 @@ class EventPublisher:
         self._thread.start()
 
     @property
-    def endpoint(self) -> str:
-        """Address of the PUB socket, with a wildcard port resolved."""
-        return self._publisher.endpoint
-
-    @property
     def replay_endpoint(self) -> str | None:
         """Address of the socket for replay and snapshots."""
         return self._publisher.replay_endpoint

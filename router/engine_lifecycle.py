@@ -120,10 +120,6 @@ class EngineLifecycle:
         self.stores.end()
         self._tasks = None
 
-    def audit(self, engine: Engine) -> None:
-        """Implement ``ResidencyAudit``."""
-        self._audit.audit(engine)
-
     def _applied(self, engine_id: str) -> None:
         # Resolved late: sharing may replace it.
         self._accounts.inflight.applied(engine_id)

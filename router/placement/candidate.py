@@ -154,11 +154,6 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
         """Predicted first token: waiting, computing and loading."""
         return self.wait_s + self.prefill_s + self.load_s
 
-    @property
-    def service_s(self) -> float:
-        """Cost without the wait: the value of this engine apart from its load."""
-        return self.total_s - self.queue_s
-
 
 class Pull(msgspec.Struct, frozen=True, gc=False):
     """A prefix to pull. ``tokens`` are those that come from the source, up to token ``end`` of the prompt;

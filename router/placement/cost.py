@@ -175,11 +175,6 @@ def make_choice(scored: ScoredCandidates, index: int, reason: Reason) -> Choice:
     return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, candidate, scored)
 
 
-def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
-    """Cost of sending a prompt of ``prompt_tokens`` to this engine, part by part."""
-    return score((candidate,), prompt_tokens, settings).cost(0)
-
-
 def score(
     candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings, *, answers: bool = True
 ) -> ScoredCandidates:

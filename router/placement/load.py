@@ -519,10 +519,6 @@ class LoadAccount:
         """Seconds of prefill and loads still to do there before a prompt sent now would start."""
         return self.current(now).queue_s
 
-    def late_s(self, now: float) -> float:
-        """Mean seconds by which first tokens came later than computing and loading explain."""
-        return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
-
     def current(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
         """Current load. ``others``: as in ``ahead``, but it may be older: only decisions settle foreign
         load."""

@@ -109,10 +109,6 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
         self._hashes[scheme] = hashes  # type: ignore[assignment]  # an array is a sequence in all but its base
         return hashes  # type: ignore[return-value]
 
-    def num_blocks(self, scheme: HashScheme) -> int:
-        """Number of hashes."""
-        return num_hash_blocks(self.num_tokens, scheme)
-
     def num_new_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes not computed yet: about 2.5 us each."""
         chain = self._turn.chains.get(scheme)

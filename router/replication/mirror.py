@@ -162,11 +162,6 @@ class MirroredIndex:
         engine = self._queue.engines.get(engine_id)
         return engine is not None and engine.written
 
-    @property
-    def waiting(self) -> int:
-        """Number of blocks not written yet."""
-        return sum(engine.waiting for engine in self._queue.engines.values())
-
     async def run(self) -> None:
         """Flush on every change, until cancelled; retries while the server is unreachable."""
         pause = _BACKOFF_S

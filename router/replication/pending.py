@@ -84,11 +84,6 @@ class PendingEngine(msgspec.Struct, eq=False):
         """Whether the server has everything that the memory index holds."""
         return self.slot is not None and not (self.touched or self.backlog or self.in_flight)
 
-    @property
-    def waiting(self) -> int:
-        """Number of blocks not sent yet."""
-        return len(self.touched) + sum(map(len, self.backlog))
-
     def claimed(self, slot: EngineSlot, now: float) -> None:
         self.slot, self.facts_due = slot, True
         self._refresh, self._round_began = None, now

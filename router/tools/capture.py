@@ -68,11 +68,6 @@ def is_trace(path: Path) -> bool:
     raise RecordingError(f"{path}:1: empty file, expected frames")
 
 
-def sources(frames: Iterable[CapturedFrame]) -> list[str]:
-    """The engines of a capture, ordered by their first frame."""
-    return list(dict.fromkeys(frame.source for frame in frames))
-
-
 def _frame_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     return ((number, text) for number, text in numbered_lines(path) if text.strip())
 

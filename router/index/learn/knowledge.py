@@ -234,11 +234,6 @@ class EngineKnowledge:
         return self._layout
 
     @property
-    def missing_facts(self) -> tuple[str, ...]:
-        """Settings without which hits of this model cannot be predicted."""
-        return self._layout.missing_facts if self._layout is not None else ()
-
-    @property
     def assumed_kinds(self) -> frozenset[int]:
         """Groups assumed to be full attention because nothing names their kind."""
         return frozenset(self._groups.assumed_kinds)

@@ -106,14 +106,14 @@ async def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after
         status, stats = router.fleet.get(engine_id), router.lifecycle.feeds.stats[engine_id]
         residency = router.scopes.engine(engine_id)
         status.pool_blocks = 2048
-        router.lifecycle.audit(status)
+        router.lifecycle._audit.audit(status)
         assert stats.phantom_alarms == 0
         phantoms = [BlockHash(number) for number in range(5000)]
         residency.index.store(engine_id, Plane("GPU", 0), phantoms)
         status.pool_blocks = 2048
-        router.lifecycle.audit(status)
+        router.lifecycle._audit.audit(status)
         assert stats.phantom_alarms == 1
-        router.lifecycle.audit(status)
+        router.lifecycle._audit.audit(status)
         assert stats.phantom_alarms == 1  # under way
 
         def clean() -> bool:

@@ -389,7 +389,7 @@ class TestGroupsAndMedia:
         found = answer(fleet, PROMPT)
         assert (found.mode, found.hit_tokens) == ("unknown", 0)
         assert missing in found.why_unknown
-        assert fleet.engine("a").missing_facts == (missing,)
+        assert fleet.engine("a").layout.missing_facts == (missing,)
 
     def test_groups_may_have_chunks_of_their_own(self) -> None:
         """At 192 a chunk of 64 starts and needs nothing; one of 128 needs the four blocks before it."""

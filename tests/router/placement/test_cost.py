@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvatlas.router.placement.candidate import (
     Candidate,
+    Cost,
     PolicySettings,
     placement_request,
 )
@@ -20,7 +21,7 @@ from kvatlas.router.placement.cost import (
     PROBE_COST_MAX_S,
     TIE_S,
     choose,
-    cost,
+    score,
 )
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
@@ -34,6 +35,10 @@ def fleet(count: int, **fields: object) -> list[Candidate]:
         changed(make_candidate(f"http://engine-{i}:8000", prefill_s_per_token=RATE), **fields)
         for i in range(count)
     ]
+
+
+def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
+    return score((candidate,), prompt_tokens, settings).cost(0)
 
 
 def test_cost_is_the_stated_formula() -> None:
