@@ -17,11 +17,13 @@ from kvatlas.router.api.answers import PrefixView
 from kvatlas.router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from kvatlas.router.app import Router
 from kvatlas.router.config.schema import Config
+from kvatlas.router.observe.histogram import Histogram
 from kvatlas.router.observe.receipts import EVIDENCE_KEPT
 from kvatlas.router.openai.request import Session, Usage
 from kvatlas.router.workers.context import PortTakenError, WorkerSockets, cores
+from kvatlas.router.workers.gossip import WorkerGossipStats
 from kvatlas.router.workers.merged_metrics import encoded_family, encoded_page
-from kvatlas.router.workers.merged_view import AggregateView, _add, _joined, group_families
+from kvatlas.router.workers.merged_view import AggregateView, _add, _joined, group_families, worker_families
 from kvatlas.router.workers.sibling_calls import SiblingCalls
 
 
@@ -199,6 +201,8 @@ def test_workers_that_are_up_and_how_often_each_was_replaced() -> None:
         for family in group_families(2, {1}, {1: 3})
     )
     assert (up, restarts) == ([("0", 0.0), ("1", 1.0)], [("0", 0.0), ("1", 3.0)])
+    requests = next(iter(worker_families(1, WorkerGossipStats(), Histogram((1.0,)), None)))
+    assert [(one.labels["worker"], one.value) for one in requests.samples] == [("1", 0.0)]
 
 
 def test_a_port_that_somebody_has_is_refused_also_if_it_may_be_shared() -> None:
@@ -227,8 +231,11 @@ def test_a_worker_keeps_its_own_sockets_and_closes_all_others() -> None:
         assert os.stat(sockets.folder).st_mode & 0o777 == 0o700
         own = {*worker.public, worker.control, *worker.mesh.values()}
         assert all(sock.fileno() >= 0 for sock in own)
-        with socket.create_connection(public[1].getsockname(), 5):
-            pass  # it listens from the start
+        with (
+            socket.create_connection(public[1].getsockname(), 5),
+            socket.socket(socket.AF_UNIX) as sibling,
+        ):
+            sibling.connect(str(control))  # both listen from the start
     finally:
         sockets.close()
 
