@@ -142,7 +142,9 @@ def test_which_connector_an_engine_has_its_answer_tells() -> None:
     )
     assert told(connector, {**CUT, "kv_transfer_params": NIXL}) == NIXL
     assert server.asked == []
+    assert connector.leased(SOURCE)
     assert told(connector, CUT)["transfer_id"] == "xfer-1"
+    assert not connector.leased(SOURCE)
     server.page = None
     assert told(connector, CUT) == "no connector"
 
@@ -164,6 +166,16 @@ def test_offloading_tiers_get_a_name_and_an_address(rank: str, port: int) -> Non
         "remote_prefiller": {"kv_request_id": "xfer-1", "remote_host": "10.0.0.1", "remote_port": port}
     }
     assert server.asked == []
+    assert not connector.leased(SOURCE)
+
+
+@pytest.mark.parametrize("name", ["mooncake_bootstrap_port", "offloading_port"])
+def test_ports_are_ports(name: str) -> None:
+    for port in (1, 65535):
+        PdSettings(**{name: port})
+    for port in (0, 65536):
+        with pytest.raises(ValueError, match=name):
+            PdSettings(**{name: port})
 
 
 def test_an_engine_that_pulls_gets_the_source_and_every_other_byte_stays() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvatlas.router.pd.transfer import NixlPull, without_blocks
+from kvatlas.router.pd.transfer import NixlPull, expired_leases, without_blocks
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -60,3 +60,11 @@ def test_an_answer_without_its_blocks_is_otherwise_the_same(blocks: Any, separat
     assert read["kv_transfer_params"].pop("remote_block_ids") == ([] if nested else blocks)
     del params["remote_block_ids"]
     assert read == fields
+
+
+def test_expired_leases_are_those_of_all_ranks_on_a_page_of_an_engine() -> None:
+    page = b'vllm:nixl_num_kv_expired_reqs_total{engine="%d"} %d.0\n'
+    first = b'vllm:num_requests_running{engine="0"} 1.0\n'
+    assert expired_leases(first + page % (0, 2) + page % (1, 3)) == 5.0
+    assert expired_leases(first) == 0.0
+    assert expired_leases(page % (0, 2)) is None
