@@ -262,10 +262,10 @@ _KINDS = (
 )
 
 
-def described(schema: dict[str, Any], text: str = "Success") -> dict[int | str, dict[str, Any]]:
+def described(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     """Return ``responses`` of a route that answers this struct as JSON."""
     return {
-        200: {"description": text, "content": {"application/json": {"schema": schema}}},
+        200: {"description": "Success", "content": {"application/json": {"schema": schema}}},
         "default": {
             "description": "An error",
             "content": {"application/json": {"schema": refer(ErrorAnswer)}},

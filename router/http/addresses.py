@@ -22,11 +22,9 @@ def is_host(text: str) -> bool:
     return True
 
 
-def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
+def split_address(text: str) -> tuple[str, int]:
     """Split ``HOST:PORT``, with IPv6 addresses in brackets. Raises ``ValueError``."""
-    host, colon, port = text.rpartition(":")
-    if default_port is not None and (not colon or text.endswith("]")):
-        host, port = text, str(default_port)
+    host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     bracketed = bare != host
     if not is_host(bare) or (":" in bare) != bracketed:

@@ -117,13 +117,15 @@ def worker_unavailable() -> ApiError:
     return _no_room("worker_unavailable", "The worker that answers this is not there now; try again shortly.")
 
 
-def engine_unreachable(message: str) -> ApiError:
+def engine_unreachable() -> ApiError:
     """502: the engines that were tried could not be reached or broke the connection."""
+    message = "No engine could be reached, or the connection broke before an answer."
     return ApiError(502, "engine_unreachable", message, kind="service_unavailable_error")
 
 
-def engine_timeout(message: str) -> ApiError:
+def engine_timeout() -> ApiError:
     """504: an engine did not answer in time."""
+    message = "The engine did not answer in time."
     return ApiError(504, "engine_timeout", message, kind="service_unavailable_error")
 
 

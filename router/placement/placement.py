@@ -473,7 +473,7 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         for step in self._steps:
             if step.refused(status, wait_s):
-                return self._end(None, "status")
+                return self._end("status")
         return super().refused(status, wait_s)
 
     def next_best(self, count: int) -> tuple[str, ...]:

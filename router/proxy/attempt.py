@@ -219,11 +219,11 @@ class Attempt:
         if wait_s > 0:
             request = self.request
             self._breaker.refused(xxhash.xxh3_64_intdigest(request.body), wait_s, now, request.client)
-        return self._end(None, "status")
+        return self._end("status")
 
     def fetch_failed(self) -> bool:
         """The engine could not fetch what another one had computed, which says little of it."""
-        return self._end(None, "status")
+        return self._end("status")
 
     def check_fetched(self) -> None:
         """The answer begins. Raises ``NotFetchedError`` where the lease on what it is made of has ended."""
@@ -249,11 +249,11 @@ class Attempt:
         """The connection failed, for one of ``kvatlas.router.openai.request.FAILURES``, or could not be had
         within our own limit (``overflow``). Returns whether that ended the attempt."""
         if reason == "overflow":
-            return self._end(None, "refused")
+            return self._end("refused")
         if self.blameless:
-            return self._end(None, reason)
+            return self._end(reason)
         self._breaker.record(False, self.now())
-        return self._end(None, reason)
+        return self._end(reason)
 
     def finished(self, usage: Usage | None) -> None:
         """The answer ended (also when the client went away: ``usage`` is None then)."""
@@ -269,11 +269,11 @@ class Attempt:
             self._works = True
             self._breaker.record(True, now)
 
-    def _end(self, usage: Usage | None, failed: str) -> bool:
+    def _end(self, failed: str) -> bool:
         was_open, self.open = self.open, False
         if was_open:
             self.failed = failed
-            self._ended(usage, failed)
+            self._ended(None, failed)
         return was_open
 
     def _begun(self, now: float) -> None:

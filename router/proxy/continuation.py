@@ -215,10 +215,10 @@ class ContinuedStream:
         """Of the whole answer; what the first engine had cached, it never said."""
         return Usage(self.kept.prompt_tokens, self.before + self._tokens)
 
-    def over(self, reason: str = "length") -> bytes:
+    def over(self) -> bytes:
         """The end of an answer that has no token left."""
         text = "" if self._stopping is None else self._stopping.passed(flush=True)
-        return self._end(text, b"null", reason, b"null", b"null")
+        return self._end(text, b"null", "length", b"null", b"null")
 
     def _event(self, block: bytes) -> bytes:
         value = data_of(block)

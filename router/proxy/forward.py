@@ -638,10 +638,10 @@ class Forwarder:
         # No outcome: every attempt ended before a connection, because the pool was full.
         reason = outcome.reason if outcome is not None else "overflow"
         if reason == "timeout":
-            raise engine_timeout("The engine did not answer in time.")
+            raise engine_timeout()
         if reason == "overflow":
             raise no_ready_engine("All connections to the engines are in use; retry shortly.")
-        raise engine_unreachable("No engine could be reached, or the connection broke before an answer.")
+        raise engine_unreachable()
 
     async def _exchange(
         self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None

@@ -303,13 +303,13 @@ async def restarting(work: Work) -> None:
         await asyncio.sleep(_RESTART_PAUSE_S)
 
 
-async def check_index(settings: IndexSettings, model: str = "") -> str:
+async def check_index(settings: IndexSettings) -> str:
     """Return why the index cannot be used; "" if it can. Raises ``IndexRefused`` for another schema."""
     client: Client = Client(settings)
     try:
         if not await client.start(2 * settings.connect_timeout_s):
             return client.last_error or "no connection in time"
-        await Registry(client, model).check()
+        await Registry(client, "").check()
     except IndexUnavailable as error:
         return str(error)
     finally:

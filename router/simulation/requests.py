@@ -225,14 +225,14 @@ def count_of(fields: dict[str, Any], key: str, where: str, *, least: int) -> int
     return value
 
 
-def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
+def spread(asked: Sequence[Asked], *, seed: int = 0) -> list[Asked]:
     """Spread arrivals of one tick evenly at random over it, in their order; finer times are unchanged, as are
     those of sessions with known previous turns."""
     times = sorted({a.at_s for a in asked})
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    if not gaps or min(gaps) < 0.9 * tick_s or any(one.follows for one in asked):
+    if not gaps or min(gaps) < 0.9 * TICK_S or any(one.follows for one in asked):
         return list(asked)
-    draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
+    draws = np.random.default_rng(seed).uniform(0, TICK_S, len(asked))
     spread_out: list[Asked] = []
     start = 0
     while start < len(asked):

@@ -27,9 +27,9 @@ OPS_PORT_HINT = (
 _TEXT_MAX = 300
 
 
-def ops_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def ops_headers() -> dict[str, str]:
     """Return headers for a router's ops port; never send them anywhere else."""
-    token = environ.get(TOKEN_VARIABLE, "").strip()
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
