@@ -129,8 +129,8 @@ _SAID = {
 
 
 def _forms(part: dict[str, Any]) -> Iterator[str]:
-    """Forms of an event and of each thing that it adds. Left out: an end that the router adds has no
-    fingerprint, and calls of tools have no text instead of null."""
+    """Forms of an event and of each thing that it adds. An end that the router adds has no fingerprint, an
+    end of a chat no ``weight_versions`` (0.33), and calls of tools have no text instead of null."""
     yield _form({name: one for name, one in part.items() if name != "system_fingerprint"})
     for choice in part["choices"]:
         for name, one in choice.get("delta", {}).items():
@@ -141,7 +141,11 @@ def _forms(part: dict[str, Any]) -> Iterator[str]:
 def _form(value: Any) -> str:
     """A value without what differs from event to event: texts, numbers, lengths of lists."""
     if isinstance(value, dict):
-        members = [f"{name}:{'' if name in _SAID else _form(one)}" for name, one in value.items()]
+        members = [
+            f"{name}:{'' if name in _SAID else _form(one)}"
+            for name, one in value.items()
+            if name != "weight_versions"
+        ]
         return "{" + ",".join(members) + "}"
     if isinstance(value, list):
         return "[" + (_form({**value[0], "delta": ""}) if value and isinstance(value[0], dict) else "") + "]"
