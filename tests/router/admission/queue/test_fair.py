@@ -118,21 +118,24 @@ def test_no_tenant_that_waits_is_below_its_share_by_more_than_one_requests_work(
         served[one.tenant] += one.item / one.weight
 
 
+def turns(queue: FairQueue[int], count: int, tokens: int = 100) -> list[str]:
+    """Tenants in order of their turns, for requests of this many tokens each."""
+    order = []
+    for _ in range(count):
+        one = queue.take(anywhere)
+        assert one is not None
+        queue.charge(one.tenant, one.priority, one.pool, tokens)
+        order.append(one.tenant)
+    return order
+
+
 def test_a_flood_does_not_keep_a_newcomer_waiting() -> None:
     queue: FairQueue[int] = FairQueue(100)
     for number in range(50):
         queue.add(waiting(number, tenant="acme"))
-    for _ in range(10):
-        assert queue.take(anywhere) is not None
-        queue.charge("acme", Priority.NORMAL, "", 1000)
+    turns(queue, 10, 1000)
     queue.add(waiting(50, tenant="beta"))
-    order = []
-    for _ in range(3):
-        one = queue.take(anywhere)
-        assert one is not None
-        order.append(one.tenant)
-        queue.charge(one.tenant, one.priority, one.pool, 1000)
-    assert sorted(order[:2]) == ["acme", "beta"]
+    assert sorted(turns(queue, 3, 1000)[:2]) == ["acme", "beta"]
 
 
 def test_without_credit_one_that_was_away_saved_nothing_up() -> None:
@@ -140,18 +143,10 @@ def test_without_credit_one_that_was_away_saved_nothing_up() -> None:
     for number in range(20):
         queue.add(waiting(number, tenant="acme"))
         queue.add(waiting(number, tenant="beta"))
-    for _ in range(20):
-        one = queue.take(anywhere)
-        assert one is not None
-        queue.charge(one.tenant, one.priority, one.pool, 100)
+    turns(queue, 20)
     for number in range(20):
         queue.add(waiting(number, tenant="gamma"))
-    order = []
-    for _ in range(9):
-        one = queue.take(anywhere)
-        assert one is not None
-        order.append(one.tenant)
-        queue.charge(one.tenant, one.priority, one.pool, 100)
+    order = turns(queue, 9)
     assert {tenant: order.count(tenant) for tenant in TENANTS} == {"acme": 3, "beta": 3, "gamma": 3}
 
 
@@ -159,23 +154,16 @@ def flooded(credit: float, had: int = 0) -> list[str]:
     """Order of service after a guest comes with six requests of 100 tokens, when acme's flood alone has had a
     hundred; ``had`` of the guest's are served among them."""
     queue: FairQueue[int] = FairQueue(1000)
-
-    def turn() -> str:
-        one = queue.take(anywhere)
-        assert one is not None
-        queue.charge(one.tenant, one.priority, one.pool, 100)
-        return one.tenant
-
     for number in range(200):
         queue.add(waiting(number, tenant="acme", credit_tokens=credit))
     for number in range(100):
         if number < had:
             queue.add(waiting(number, tenant="beta", credit_tokens=credit))
-            turn()
-        turn()
+            turns(queue, 1)
+        turns(queue, 1)
     for number in range(6):
         queue.add(waiting(number, tenant="beta", credit_tokens=credit))
-    return [turn() for _ in range(8)]
+    return turns(queue, 8)
 
 
 def test_several_requests_of_who_had_less_than_its_share_go_before_a_flood() -> None:
@@ -270,17 +258,6 @@ def test_work_ahead_is_that_of_the_same_class_and_above(priority: Priority, expe
         queue.add(waiting(number, priority=one, pool="tiny", work_s=float(1 << one)))
         queue.add(waiting(number, priority=one, pool="large", work_s=100.0))
     assert queue.ahead_s(priority, "tiny") == pytest.approx(expected_s)
-
-
-def turns(queue: FairQueue[int], count: int) -> list[str]:
-    """Tenants in order of their turns, for requests of 100 tokens each."""
-    order = []
-    for _ in range(count):
-        one = queue.take(anywhere)
-        assert one is not None
-        queue.charge(one.tenant, one.priority, one.pool, 100)
-        order.append(one.tenant)
-    return order
 
 
 @pytest.mark.parametrize("credit", [0.0, 300.0])
