@@ -56,7 +56,7 @@ from kvatlas.router.tools.trace_verification import (
     verify_trace,
 )
 
-_CONNECT_S = 5.0
+_PATIENCE_S = 10.0
 _LEASE_S, _TTL_S = 900.0, 1800.0
 
 
@@ -68,7 +68,9 @@ async def _connections(url: str) -> AsyncIterator[tuple[Client, Client]]:
         namespace=f"verify-{secrets.token_hex(6)}",
         lease_s=_LEASE_S,
         block_ttl_s=_TTL_S,
-        lookup_timeout_s=_CONNECT_S,
+        lookup_timeout_s=_PATIENCE_S,
+        write_timeout_s=_PATIENCE_S,
+        connect_timeout_s=_PATIENCE_S,
     )
     async with AsyncExitStack() as stack:
         writing, reading = Client(settings), Client(settings)
