@@ -204,6 +204,18 @@ async def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() 
         assert await reader.read() == chunk(event("b") + DONE) + END
 
 
+async def test_a_head_that_does_not_end_is_cut_at_the_end_of_the_drain() -> None:
+    listen = ListenSettings(drain_s_max=5, header_timeout_s=HANG_S)
+    async with Engine(says(200, b"{}")) as engine, routing(engine.url, listen=listen) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request() + b"POST /v1/")
+        assert (await read_answer(reader)).status == 200
+        await rig.server.shutdown()
+        assert rig.listen_stats.drain_closed == 1
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+
 @pytest.mark.real  # a process of kvatlas
 async def test_idle_router_ends_immediately() -> None:
     async with Engine(_slow) as engine, router(engine) as process:

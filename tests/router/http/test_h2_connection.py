@@ -16,6 +16,7 @@ from kvatlas.router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection,
 from kvatlas.router.http.h2_streams import Stream
 from kvatlas.router.http.hpack_decoding import Field
 from tests.support.h2_peer import h2_peer
+from tests.support.transports import FakeTransport
 from tests.support.waiting import until
 
 HEAD = encode_literal(b":method", b"POST") + encode_literal(b":path", b"/")
@@ -286,6 +287,16 @@ async def test_resets_of_streams_that_are_over_are_no_attack(monkeypatch: pytest
             peer.writer.write(h2.rst_stream_frame(number, h2.NO_ERROR))
         assert not peer.closed
         assert echo.stats.connections_broken == echo.stats.streams_reset == 0
+
+
+async def test_much_data_of_one_read_is_processed_in_several_turns() -> None:
+    echo, transport = Echoing(), FakeTransport()
+    connection = echo.protocol()
+    connection.connection_made(transport)
+    connection.data_received(HELLO + OPEN + frame(h2.DATA, 0, 1, bytes(60_000)) * 5)
+    assert not transport.reading
+    await until(lambda: transport.reading, "all is processed")
+    connection.connection_lost(None)
 
 
 async def test_unknown_frames_and_priorities_are_ignored() -> None:

@@ -146,6 +146,13 @@ def test_heads_that_are_all_different_push_out_none(monkeypatch: pytest.MonkeyPa
     assert len(known.by_key) == 4
 
 
+def test_of_heads_that_came_once_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.router.http.known_heads._SEEN_MAX", 2)
+    known = KnownHeads[ClientHead]()
+    assert not any(known.again(key) for key in (b"a", b"b", b"c", b"a"))
+    assert known.again(b"c")
+
+
 async def test_every_request_has_its_own_body_id_and_address() -> None:
     async def script(engine: Engine, call: Any, writer: Any) -> None:
         writer.write(answer(200, call.body))

@@ -75,6 +75,19 @@ async def test_slow_head_on_a_kept_connection() -> None:
         assert (await read_answer(reader)).status == 408
 
 
+async def test_the_first_byte_of_a_head_ends_the_time_to_be_idle() -> None:
+    clock = asyncio.get_running_loop().time
+    listen = ListenSettings(header_timeout_s=1.0, keepalive_timeout_s=60.0, drain_s_max=0.5)
+    async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:
+        reader, writer = await rig.connect()
+        writer.write(request())
+        assert (await read_answer(reader)).status == 200
+        began = clock()
+        writer.write(b"P")
+        assert (await read_answer(reader)).status == 408
+        assert clock() - began < 30
+
+
 async def test_body_that_stops() -> None:
     async with Engine(GOOD) as engine, routing(engine.url, listen=QUICK) as rig:
         reader, writer = await rig.connect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from kvatlas.router.http.upstream import UpstreamConnection, UpstreamError
 from kvatlas.router.http.upstream_pool import UpstreamClient
 from kvatlas.router.proxy.settings import ProxySettings, ProxyStats
-from tests.support.proxy_rig import Engine, answer, says
+from tests.support.proxy_rig import Call, Engine, answer, says
 from tests.support.transports import FakeTransport
 
 
@@ -87,6 +88,53 @@ async def test_answer_before_the_request_was_sent_whole_ends_the_connection() ->
     connection.data_received(answer(413, b"too large"))
     assert await _read(connection) == b"too large"
     assert not connection.make_idle()
+
+
+async def test_the_answer_to_head_ends_with_its_head_and_another_request_follows() -> None:
+    connection, _ = _made()
+    connection.data_received(answer(200, b"one"))
+    assert connection.make_idle()
+    connection.send_request("HEAD", b"head", b"", 1.0)
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n")
+    assert connection.complete
+    assert connection.make_idle()
+    connection.send_request("POST", b"head", b"", 1.0)
+    connection.data_received(answer(200, b"two"))
+    assert await _read(connection) == b"two"
+
+
+async def test_a_request_that_was_given_up_does_not_fail_with_its_engine() -> None:
+    connection, _ = _made()
+    connection.abort()
+    assert not connection.lose(time.monotonic())
+    connection.connection_lost(None)
+    assert not connection.head_received()
+    connection.abort()
+    assert connection.closed
+
+
+async def test_a_request_on_a_connection_that_went_stale_may_have_been_received() -> None:
+    """Though the new connection is refused."""
+
+    async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        if len(engine.calls) == 2:
+            engine.server.close()
+            raise ConnectionResetError
+        await says(200, b"ok")(engine, call, writer)
+
+    client = UpstreamClient(ProxySettings(), ProxyStats(), time.monotonic)
+    async with Engine(script) as engine:
+        origin, head = client.origin(engine.url), b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        connection = await client.request(origin, "GET", head, b"", 5.0)
+        assert await _read(connection) == b"ok"
+        client.release(connection)
+        with pytest.raises(UpstreamError, match="refused") as caught:
+            await client.request(origin, "GET", head, b"", 5.0)
+        assert caught.value.sent
+        with pytest.raises(UpstreamError, match="refused") as caught:
+            await client.request(origin, "GET", head, b"", 5.0)
+        assert not caught.value.sent
+        client.close()
 
 
 async def test_unsolicited_bytes_close_an_idle_connection() -> None:
