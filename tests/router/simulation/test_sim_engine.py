@@ -201,3 +201,13 @@ def test_with_an_order_the_last_in_rank_is_preempted_whenever_it_came() -> None:
         bench = Bench(num_blocks=21)
         runs = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100)], ranks=ranks)
         assert [index for index, run in enumerate(runs) if run.preempted] == [preempted]
+
+
+def test_those_behind_one_that_preempts_itself_get_their_token_a_step_later() -> None:
+    bench = Bench(num_blocks=8)
+    _, last, behind = bench.run(
+        [request(0, 64, 100, 0), request(0, 63, 100, 100), request(0.1, 64, 100, 200)], ranks=[1.0, 9.0, 5.0]
+    )
+    assert (last.preempted, behind.preempted, bench.of("ended")) == (1, 0, [0, 2, 1])
+    # 99 steps with a token and one without; one of them computes 65 tokens of the preempted one again.
+    assert behind.ended_s == pytest.approx(behind.first_token_s + 99 * 0.01 + 0.065)

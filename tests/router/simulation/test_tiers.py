@@ -14,7 +14,8 @@ from kvatlas.publisher.events import BlockHash
 from kvatlas.publisher.pool.retention_order import RetentionHint
 from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.simulation.command import read_tiers
-from kvatlas.router.simulation.requests import continued
+from kvatlas.router.simulation.request_run import RequestRun
+from kvatlas.router.simulation.requests import block_hashes, continued
 from kvatlas.router.simulation.setup import Timing
 from kvatlas.router.simulation.tiers import (
     WRITES_MAX,
@@ -264,3 +265,15 @@ def test_host_memory_obeys_hints_within_the_share_only_if_the_router_sends_them(
         return sum(key in tiers.host for key in kept)
 
     assert [held(share) for share in (0.0, 0.25, 0.5)] == [0, 4, 8]
+
+
+def test_a_block_stays_in_use_to_the_end_of_the_step_after_its_own_copied_meanwhile() -> None:
+    engine = bench(host()).engine
+    for index, output in enumerate((10, 1)):
+        pooled = engine.pool.request([0] * 128, hashes=block_hashes(request(0, 128, output, 10 * index), 64))
+        engine.arrive(RequestRun(index, pooled, 128, output, 0.0), 0.0)
+    used = []
+    for _ in range(3):
+        engine.advance()
+        used.append(23 - engine.pool.num_free_blocks)
+    assert used == [5, 5, 3], "the second prompt ends with its step, the second one"

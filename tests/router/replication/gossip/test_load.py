@@ -19,6 +19,7 @@ from kvatlas.router.replication.lookup_fallback import IndexLookup
 from kvatlas.router.replication.messages import VERSION
 from kvatlas.router.replication.reader import SharedRows
 from kvatlas.router.replication.redis_connection import IndexUnavailable
+from kvatlas.router.replication.registry import IndexRefused
 
 E = "http://e"
 
@@ -184,14 +185,14 @@ class Reader:
 
     def __init__(self, field: bytes) -> None:
         self._rows = SharedRows(Rows(0, {}), {}, {"a": field})
-        self.answers = True
+        self.error: Exception | None = None
 
     def engines(self, model: str) -> dict[str, Any]:
         return {}
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str) -> SharedRows:
-        if not self.answers:
-            raise IndexUnavailable("timeout")
+        if self.error is not None:
+            raise self.error
         return self._rows
 
 
@@ -213,10 +214,34 @@ async def test_the_load_of_others_is_known_while_look_ups_tell_it() -> None:
     assert lookup.last_load() is None, "nothing has been asked yet"
     told = (await lookup.look(None, {E: "m"})).load
     assert told == lookup.last_load() == {E: OthersLoad(1, 2, 300)}
-    reader.answers = False
+    reader.error = IndexUnavailable("timeout")
     failed = await lookup.look(None, {E: "m"})
     assert (failed.problem, failed.load) == ("timeout", None)
     now[0] = 2.1
     assert lookup.last_load() is None
     own.others_alive = False
     assert lookup.last_load() == {}, "there are no others"
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (IndexUnavailable("timeout"), "timeout"),
+        (IndexRefused("schema 2"), "refused"),
+        (ZeroDivisionError(), "fault"),
+    ],
+)
+async def test_after_three_failures_of_any_kind_the_index_is_asked_again_later(
+    error: Exception, problem: str
+) -> None:
+    reader, now = Reader(b""), [0.0]
+    reader.error = error
+    index: Any = reader
+    lookup = IndexLookup(lambda: index, Own(), gossip("me", {}), clock=lambda: now[0])
+
+    async def look() -> str:
+        return (await lookup.look(None, {E: "m"})).problem
+
+    assert [await look() for _ in range(5)] == [problem] * 3 + ["circuit"] * 2
+    reader.error, now[0] = None, 0.5
+    assert [await look(), await look()] == ["", ""]
