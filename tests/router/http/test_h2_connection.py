@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -185,6 +186,19 @@ async def test_a_long_answer_goes_out_however_it_is_divided() -> None:
             number = peer.open("/", end=True)
             await peer.until_over(number)
         assert peer.data[number] == bytes(1_000_000) + b"a" * 70_000 + b"b"
+
+
+def test_a_window_is_extended_when_half_as_much_as_it_still_holds_is_processed() -> None:
+    extended: list[int] = []
+
+    class Connection:
+        def send_window_update(self, stream: Stream, size: int) -> None:
+            extended.append(size)
+
+    stream = Stream(cast("Any", Connection()), 1, receive_window=100)
+    for size in (30, 19, 1, 49, 2):
+        stream.acknowledge_data(size)
+    assert extended == [50, 51]
 
 
 async def test_a_reset_is_reported_and_nothing_more_is_sent() -> None:
