@@ -81,6 +81,13 @@ def test_one_address_holds_its_share_of_connections() -> None:
     assert sum(small.add_connection("a") for _ in range(70)) == 64
 
 
+def test_all_addresses_together_hold_no_more_connections_than_there_are() -> None:
+    room = Capacity(ListenSettings(connections_max=2))
+    assert [room.add_connection(client) for client in "abc"] == [True, True, False]
+    room.remove_connection("a")
+    assert [room.add_connection(client) for client in "cd"] == [True, False]
+
+
 def test_newest_spare_takes_the_oldest_ones_place() -> None:
     room, spares = Capacity(ListenSettings()), [_Spare() for _ in range(66)]
     for spare in spares[:64]:
