@@ -86,3 +86,9 @@ async def test_a_link_that_another_replica_s_pull_uses_is_waited_for(server: Any
             return busy_s() > 60.0
 
         await until(told, "a pull of the other replica would wait")
+
+
+@both_shares
+async def test_one_replica_acts_for_all(server: AnyServer, share: Share) -> None:
+    async with replicas(server, {}, share=share) as rigs:
+        await until(lambda: sum(rig.router.leads_fleet for rig in rigs) == 1, "one leads")
