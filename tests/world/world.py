@@ -34,6 +34,7 @@ _RECONNECT_S_MAX = 1.0
 _SETTLE_S = {"pd": 40.0}
 """Leases of blocks run out in this time."""
 _SETTLE_S_ELSE = 8.0
+_PROBED_S_MAX = 60.0
 _PROBES = 12
 _PROBE_EVERY_S = 1.5
 
@@ -151,12 +152,21 @@ class World:
         self.violations += oracles.judge_leases(fleet)
         before, decodes = oracles.outcomes(fleet), oracles.handoffs(fleet)
         for number in range(_PROBES):
+            await self._until_unprobed()
             await self._send(f"q{number}", *self._probe(number), quiet=True)
             await asyncio.sleep(_PROBE_EVERY_S)
         self.receipts = oracles.outcomes(fleet)
         decodes = oracles.handoffs(fleet) - decodes
         self.violations += oracles.judge_receipts(before, self.receipts, fleet, self.plan, decodes)
         self.violations += oracles.judge_books(fleet)
+
+    async def _until_unprobed(self) -> None:
+        """Wait for prompts of the routers' own, which may evict blocks while a request waits behind them."""
+        for _ in range(int(_PROBED_S_MAX / 0.1)):
+            probes = [one.router.probes for one in self.fleet.serving.values()]
+            if not any(one is not None and one._active for one in probes):
+                return
+            await asyncio.sleep(0.1)
 
     def _probe(self, number: int) -> tuple[ClientRequest, dict[str, Any]]:
         """Two texts by turns, with and without a longer end."""
