@@ -47,6 +47,8 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
         ("_go_on_with", "self._write_end"): OVER,
         ("_hand_over", "self._go_on_with"): INNER,
         ("_warm", "self._warmer.warm"): INNER,
+        ("_ask_warm", "self._legs.prefill"): CHECKED,
+        ("_ask_warm", "self._ask"): SENT,
         ("_write_end", "waits"): OVER,
         ("_forward", "self._place_continued"): INNER,
         ("_place_continued", "self._turns.place"): INNER,
@@ -90,7 +92,7 @@ WAITS: Final[dict[str, dict[tuple[str, str], str]]] = {
     "warming": {
         ("warm", "self._turns.place"): INNER,
         ("warm", "self._computed"): INNER,
-        ("_computed", "self._ask"): SENT,
+        ("_computed", "ask"): INNER,
         ("_computed", "_whole"): SENT,
         ("_whole", "answer.read"): SENT,
         ("_run", "self._warm"): PLACED,
