@@ -347,8 +347,8 @@ def intro(seeds: range, count: int) -> str:
         f"pool {POOL:.0%}, {KV_KIB_PER_TOKEN:g} KiB per token, round robin without such memory {LOAD:.0%} "
         f"busy, seeds {seeds.start} to {seeds[-1]}. Cells: hit %, mean and p99 seconds to the first token, "
         f"means over the seeds; bold: the shortest mean. `gain`: of {ARMS[0]}'s mean, against none. Sizes "
-        "are shares of what the GPUs have. `least-load` knows no cache, but its engines still load. "
-        "What is simulated and what not: docs/simulate.md; what follows: "
+        "are shares of what the GPUs have. `least-load` places without regard to caches; its engines load "
+        "from that memory like all others. What is simulated and what not: docs/simulate.md; what follows: "
         "docs/decisions/ 010-loads-in-the-queue.md, 012-price-of-a-sequence.md, 013-price-of-scarce-pages.md."
     )
 

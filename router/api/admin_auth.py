@@ -15,6 +15,7 @@ import msgspec
 
 from kvatlas.router.api.admin_tokens import TokenFile
 from kvatlas.router.api.rate_limit import RateLimit, Turns
+from kvatlas.router.http.addresses import port_fault
 from kvatlas.router.http.tls import TlsFiles, check_tls_files
 from kvatlas.router.openai.errors import ApiError, too_often, unauthorized
 
@@ -57,8 +58,8 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
         if self.tls_cert_file is not None and self.port is None:
             raise ValueError("tls_cert_file: TLS needs a port of its own; give port")
-        if self.port is not None and not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port: {self.port} is not a port number, 0 to 65535")
+        if self.port is not None and (fault := port_fault(self.port)):
+            raise ValueError(f"port: {fault}")
 
     @property
     def tls(self) -> TlsFiles:

@@ -27,7 +27,7 @@ from kvatlas.router.config.schema import WORKERS_MAX, Config, ModelConfig, Serve
 from kvatlas.router.feeds.store_settings import StoreSettings
 from kvatlas.router.fleet.engines import EngineAddress
 from kvatlas.router.fleet.sources import check_address, socket_fault
-from kvatlas.router.http.addresses import base_url_fault, is_host, split_address
+from kvatlas.router.http.addresses import base_url_fault, is_host, port_fault, split_address
 from kvatlas.router.http.setting_texts import meant
 from kvatlas.router.http.settings import ListenSettings
 from kvatlas.router.observe.usage import UsageSettings
@@ -290,8 +290,8 @@ _MAY_BE_ZERO = frozenset(
 
 
 def _check_server(server: ServerConfig) -> None:
-    if not 0 <= server.port < 1 << 16:
-        raise ConfigError(f"server.port: {server.port} is not a port number, 0 to 65535")
+    if fault := port_fault(server.port):
+        raise ConfigError(f"server.port: {fault}")
     if server.workers != "auto" and not 1 <= server.workers <= WORKERS_MAX:
         raise ConfigError(f"server.workers = {server.workers}: expected 1 to {WORKERS_MAX}, or auto")
     if server.workers != 1 and sys.platform != "linux":
@@ -303,8 +303,8 @@ def _check_ops(config: Config) -> None:
     number = server.ops_listens_on
     if number is None:
         return
-    if not 0 <= number < 1 << 16:
-        raise ConfigError(f"server.ops_port: {number} is not a port number, 0 to 65535")
+    if fault := port_fault(number):
+        raise ConfigError(f"server.ops_port: {fault}")
     if number == server.port != 0:
         raise ConfigError(
             f"server.ops_port: {number} is the public port (server.port); give another one, or public to let "

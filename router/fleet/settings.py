@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvatlas.router.http.addresses import port_fault
 from kvatlas.router.http.error_texts import describe_error
 from kvatlas.router.http.secret_files import warn_if_public
 from kvatlas.router.http.tls import TlsFiles
@@ -75,8 +76,8 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("replay_port: needs events_port; set both")
         for key in ("events_port", "replay_port"):
             port = getattr(self, key)
-            if port is not None and not 0 < port < 1 << 16:
-                raise ValueError(f"{key}: {port} is not a port number, 1 to 65535")
+            if port is not None and (fault := port_fault(port, lowest=1)):
+                raise ValueError(f"{key}: {fault}")
 
     @property
     def on(self) -> bool:
@@ -152,8 +153,8 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("namespaces: * covers all namespaces; give it alone")
         if self.inference_pool:
             self._check_pool()
-        if not 0 < self.port < 1 << 16:
-            raise ValueError(f"port: {self.port} is not a port number, 1 to 65535")
+        if fault := port_fault(self.port, lowest=1):
+            raise ValueError(f"port: {fault}")
         if self.deletion_costs and not (self.selector or self.inference_pool):
             raise ValueError("deletion_costs: pods must be selected; set selector or inference_pool")
         if self.api is not None and self.kubeconfig is not None:

@@ -22,6 +22,11 @@ def is_host(text: str) -> bool:
     return True
 
 
+def port_fault(port: int, lowest: int = 0) -> str:
+    """Return what is wrong with the number of a port; "" if nothing. 0 is a port that the system chooses."""
+    return "" if lowest <= port < 1 << 16 else f"{port} is not a port number, {lowest} to 65535"
+
+
 def split_address(text: str) -> tuple[str, int]:
     """Split ``HOST:PORT``, with IPv6 addresses in brackets. Raises ``ValueError``."""
     host, _, port = text.rpartition(":")

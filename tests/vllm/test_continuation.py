@@ -31,6 +31,7 @@ from kvatlas.router.proxy.continuation import (
 )
 from kvatlas.router.proxy.continuation_plan import ContinuationPlan, plan_of
 from kvatlas.router.proxy.kept_stream import KeptStream
+from tests.support.paths import ROOT
 from tests.vllm.character_model import write_character_model
 from tests.vllm.router_process import RouterProcess
 from tests.vllm.told_streams import ToldStream, told
@@ -44,7 +45,8 @@ EVERY_CUT = 10
 TOKENS = 48
 AT_ONCE = 32
 ENGINE_ARGS = (
-    "--block-size", "32", "--max-model-len", "2048", "--load-format", "safetensors", "--max-num-seqs", "32",
+    "--block-size", "32", "--max-model-len", "2048", "--load-format", "safetensors", "--max-num-seqs", "64",
+    "--logits-processors", "tests.vllm.held_steps:SlowEngine",
 )  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -75,11 +77,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the id of the core whose steps are slow."""
+    return tmp_path_factory.mktemp("slow") / "core"
+
+
+@pytest.fixture(scope="module")
 def engines(
-    vllm_python: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+    vllm_python: str, model: Path, slow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmEngine]]:
     logs = tmp_path_factory.mktemp("logs")
-    both = two_engines(vllm_python, model, logs, num_gpu_blocks=700, extra_args=ENGINE_ARGS)
+    environment = {"PYTHONPATH": str(ROOT), "KVATLAS_TEST_SLOW": str(slow)}
+    both = two_engines(
+        vllm_python, model, logs, num_gpu_blocks=700, extra_args=ENGINE_ARGS, environment=environment
+    )
     with side_by_side(both):
         yield both
 
@@ -272,7 +283,7 @@ BREAKS = ("core killed", "server killed", "terminated", "core stopped")
 
 
 async def test_streams_of_broken_engines_read_like_those_of_others(
-    engines: list[VllmEngine], router: RouterProcess
+    engines: list[VllmEngine], router: RouterProcess, slow: Path
 ) -> None:
     cases = [case(number) for number in range(STREAMS * 2) if "stop" not in case(number).body][:STREAMS]
     for one in cases:
@@ -282,7 +293,7 @@ async def test_streams_of_broken_engines_read_like_those_of_others(
         async with asking() as client:  # of the other one, as the router avoids engines with others' requests
             asked = (client.ask(other.base_url + one.path, json.dumps(one.body).encode()) for one in cases)
             whole = [told(data) for data in await asyncio.gather(*asked)]
-        streams = await broken(kind, cases, victim, router)
+        streams = await broken(kind, cases, victim, router, slow)
         results = [told(stream.data) for stream in streams]
         wrong = [
             (stream.engine, result, right)
@@ -295,12 +306,15 @@ async def test_streams_of_broken_engines_read_like_those_of_others(
         victim.start()
         victim.wait_until_healthy()
         router.wait_until_up(victim.base_url)
-    # How many streams a break meets is a matter of the machine.
-    assert continuations(router) > 0
+    # Of the first break alone about 35; later ones meet few, as the other engine has their prompts.
+    assert continuations(router) > 10
 
 
-async def broken(kind: str, cases: list[Case], victim: VllmEngine, router: RouterProcess) -> list[Streaming]:
-    """Streams that have ended, with an engine broken in their midst."""
+async def broken(
+    kind: str, cases: list[Case], victim: VllmEngine, router: RouterProcess, slow: Path
+) -> list[Streaming]:
+    """Streams that have ended, with an engine broken in their midst: it is slow from when some answer has
+    60 tokens (``SlowEngine``): the others begin before that is over, and the client sees it in time."""
     server, core = victim.processes()
     pid = core if kind.startswith("core") else server
     number = {"terminated": signal.SIGTERM, "core stopped": signal.SIGSTOP}.get(kind, signal.SIGKILL)
@@ -309,11 +323,13 @@ async def broken(kind: str, cases: list[Case], victim: VllmEngine, router: Route
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session,
         asyncio.TaskGroup() as tasks,
     ):
+        slow.write_text(str(core))
         for stream in streams:
             tasks.create_task(stream.run(session, router.base_url))
         for stream in streams:
             await stream.begun.wait()
         os.kill(pid, number)
+        slow.unlink()
     return streams
 
 

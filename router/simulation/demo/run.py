@@ -21,6 +21,7 @@ from kvatlas.router.config.errors import ConfigError
 from kvatlas.router.config.schema import Config, ModelConfig, ServerConfig
 from kvatlas.router.fleet.engines import EngineAddress, Role
 from kvatlas.router.fleet.settings import FleetSettings
+from kvatlas.router.http.addresses import port_fault
 from kvatlas.router.http.server import ListenError
 from kvatlas.router.observe.log_lines import configure_logging
 from kvatlas.router.observe.receipts import Receipt
@@ -113,8 +114,8 @@ def run_demo(
     """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not 1 to 64")
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port: {port} is not a port number, 0 to 65535")
+    if fault := port_fault(port):
+        raise ConfigError(f"--port: {fault}")
     if not 0 < seconds <= 86_400:
         raise ConfigError(f"--seconds: {seconds} is not above 0 and at most 86400")
     if not 1 <= replicas <= 16:
