@@ -124,10 +124,12 @@ class Machine:
         """Start an endless command, and wait until it has begun."""
         self.end()
         plain = re.sub(r"\s+#.*$", "", text)
-        self.run(f"{plain} >run.log 2>&1 & running=$!")
+        # Emptied first: a background command empties it when it gets to that, and until then the words of the
+        # one before stand there.
+        self.run(f": >run.log; {plain} >run.log 2>&1 & running=$!")
+        self.running = text
         self.run(f"until grep -qE '{BEGUN}' run.log; do kill -0 $running || break; sleep 0.1; done")
         self.run(f"grep -E '{BEGUN}' run.log")
-        self.running = text
 
     def end(self) -> None:
         """Stop it."""
