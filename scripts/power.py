@@ -540,6 +540,8 @@ def main() -> int:
     paths = [path for path in (f"tests/{part}", *through) if (ROOT / path).exists()]
     if not paths:
         parser.error(f"{own}: {part} has no tests of its own")
+    # Ended by another, as by timeout(1), it ends its fork too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     runner = Runner(part, chosen)
