@@ -5,9 +5,9 @@ hit predicted there.
         [--scenes few many ...] [--requests 80] [--write]
 
 A change of the decision that should not change choices leaves all of them as they were.
-``tests/router/simulation/choices.json`` has a digest of each run, which a test compares; ``--write`` writes
-it again. With ``--tree`` the runs are those of another checkout as well, and the first differing requests are
-printed.
+``tests/router/simulation/choices.json`` has digests of the runs in ``COMPARED``, which a test compares;
+``--write`` writes it again. With ``--tree`` the runs are those of another checkout as well, and the first
+differing requests are printed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ SCENES: Final[dict[str, Scene]] = {
 }
 """Small, large and single fleets; more work than they can do, in the engines' own order; engines without
 events whose rates are learned; memory outside the GPUs and pulls; service levels; prefill engines."""
+
+COMPARED: Final = [
+    f"{LOADS[(number + at) % len(LOADS)]} {layout} {scene}"
+    for number, layout in enumerate(LAYOUTS)
+    for at, scene in enumerate(SCENES)
+]
+"""A quarter of all runs, in which each two of load, layout and scene meet."""
 
 Choices = list[tuple[int, int]]
 """Engine and predicted tokens of each request."""
@@ -128,8 +135,8 @@ def main() -> None:
         return
     digests = {name: digest(chosen) for name, chosen in found.items()}
     if args.write:
-        known = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
-        DIGESTS.write_text(json.dumps({**known, **digests}, indent=0, sort_keys=True) + "\n")
+        known = json.loads(DIGESTS.read_text()) | {run: digests[run] for run in COMPARED if run in digests}
+        DIGESTS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
     if args.tree is None:
         print("\n".join(f"{name}: {mark}" for name, mark in digests.items()))
         return
