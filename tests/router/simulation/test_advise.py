@@ -213,19 +213,19 @@ def advised(report: dict[str, Any], topic: str) -> Any:
     return next(one["value"] for one in report["advice"] if one["topic"] == topic)
 
 
-SAMPLE = ("chat", "--requests", "400", "--engines", "2", "--load")
+SAMPLE = ("chat", "--engines", "2", "--load")
 
 
 @pytest.mark.long
 def test_small_windows_want_retention_and_large_ones_are_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = call(capsys, *SAMPLE, "0.85", "--model", "gpt-oss-like", "--pool", "50%")
+    small = call(capsys, *SAMPLE, "0.85", "--model", "gpt-oss-like", "--pool", "50%", "--requests", "200")
     assert advised(small, "retention") in {"1024", "4096", "dense"}
-    large = call(capsys, *SAMPLE, "0.4", "--model", "gemma3-like", "--pool", "100%")
+    large = call(capsys, *SAMPLE, "0.4", "--model", "gemma3-like", "--pool", "100%", "--requests", "400")
     assert advised(large, "retention") is None
     assert advised(large, "routing") is None
-    assert small["facts"]["requests"] == 400
+    assert small["facts"]["requests"] == 200
 
 
 @pytest.mark.long
