@@ -23,3 +23,9 @@ def vllm_python() -> str:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory for the engine (``--model``) and the router (``--tokenizer``)."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for the id of the core whose steps are slow (``held_steps:SlowEngine``)."""
+    return tmp_path_factory.mktemp("slow") / "core"

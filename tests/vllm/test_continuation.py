@@ -77,12 +77,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the id of the core whose steps are slow."""
-    return tmp_path_factory.mktemp("slow") / "core"
-
-
-@pytest.fixture(scope="module")
 def engines(
     vllm_python: str, model: Path, slow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmEngine]]:

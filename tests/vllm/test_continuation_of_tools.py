@@ -45,7 +45,7 @@ TOOLS = [
 ARGS = (
     "--enable-scale-out", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3", "--block-size", "32",
     "--max-model-len", "4096", "--max-num-seqs", "32",
-    "--logits-processors", "tests.vllm.written_answers:WrittenAnswers",
+    "--logits-processors", "tests.vllm.written_answers:WrittenAnswers", "tests.vllm.held_steps:SlowEngine",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def model(parser: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(
-    vllm_python: str, parser: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+    vllm_python: str, parser: str, model: Path, slow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmEngine]]:
     both = two_engines(
         vllm_python,
@@ -111,7 +111,7 @@ def engines(
         tmp_path_factory.mktemp("logs"),
         num_gpu_blocks=700,
         extra_args=(*ARGS, "--tool-call-parser", parser),
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": str(ROOT), "KVATLAS_TEST_SLOW": str(slow)},
     )
     with side_by_side(both):
         yield both
@@ -230,7 +230,7 @@ async def test_a_chat_under_a_grammar_does_not_go_on(engines: list[VllmEngine], 
 
 
 async def test_chats_of_a_killed_engine_read_like_those_of_others(
-    engines: list[VllmEngine], parser: str, model: Path, tmp_path: Path
+    engines: list[VllmEngine], parser: str, model: Path, slow: Path, tmp_path: Path
 ) -> None:
     cases = [Case(CHAT, chat(LONG, tools=TOOLS)) for _ in range(STREAMS)]
     for number, one in enumerate(cases):
@@ -242,7 +242,7 @@ async def test_chats_of_a_killed_engine_read_like_those_of_others(
         ask = Asking(session, other.base_url)
         whole = [told(await ask.read(CHAT, json.dumps(one.body).encode())) for one in cases]
     with RouterProcess(urls, model, log=tmp_path / "router.log", options=options) as router:
-        streams = await broken("core killed", cases, victim, router)
+        streams = await broken("core killed", cases, victim, router, slow)
         went_on = continuations(router)
     victim.kill()
     victim.start()

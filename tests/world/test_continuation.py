@@ -58,7 +58,7 @@ def test_streams_of_a_broken_engine_go_on(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["core", "die", "stop", "hang"])
+@pytest.mark.parametrize("kind", ["core", "hang"])
 def test_all_streams_of_a_busy_engine_that_breaks_go_on(kind: str) -> None:
     """Of 200 streams 79 to 94 are on the engine that breaks; none reads otherwise than without the break."""
     report = play(plan(kind, continues=True, streams=200))
@@ -70,9 +70,9 @@ def test_all_streams_of_a_busy_engine_that_breaks_go_on(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", BREAKS)
 def test_without_the_setting_or_where_a_client_does_not_want_it_they_end(kind: str) -> None:
-    off = play(plan(kind, continues=False))
-    opted_out = play(plan(kind, continues=True, fields={"x-kvatlas-continue": "off"}))
-    for report in (off, opted_out):
+    opted_out = plan(kind, continues=True, fields={"x-kvatlas-continue": "off"})
+    for one in (opted_out, plan(kind, continues=False)) if kind == BREAKS[0] else (opted_out,):
+        report = play(one)
         assert report.violations == []
         assert report.continued == 0
         assert report.counts["error event"] >= 3
@@ -112,7 +112,7 @@ def rollout(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", some((20, 3, 17, *range(4, 13)), 12))
+@pytest.mark.parametrize("seed", some((20, 3, 17, 4, 5, 6), 6))
 def test_a_rollout_of_all_engines_loses_no_stream(seed: int) -> None:
     report = play(rollout(seed))
     assert report.violations == []

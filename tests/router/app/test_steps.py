@@ -64,9 +64,18 @@ def test_no_step_of_a_request_is_long(layout: str, tokens: int, form: str, event
         assert following.hit_tokens > 0.9 * tokens
 
 
-@pytest.mark.parametrize("events", some([True, False], 2))
-@pytest.mark.parametrize("layout", some(["full", "gpt-oss-like"], 2))
-@pytest.mark.parametrize("size", some([128 << 10, 1 << 20, 7 << 20], 3))
+@pytest.mark.parametrize(
+    ("size", "layout", "events"),
+    [
+        (128 << 10, "full", True),
+        *(
+            pytest.param(1 << 20, layout, events, marks=pytest.mark.long)
+            for layout in ("full", "gpt-oss-like")
+            for events in (True, False)
+        ),
+        pytest.param(7 << 20, "gpt-oss-like", True, marks=pytest.mark.long),
+    ],
+)
 def test_no_step_of_a_prompt_of_any_content_is_long(size: int, layout: str, events: bool) -> None:
     """Up to ``prompts.prompt_bytes_max`` they are read, though many have more tokens than any model takes."""
     for name, (path, body) in long_prompts(size).items():

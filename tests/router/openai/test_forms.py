@@ -284,7 +284,7 @@ PIECES = (
 
 @pytest.mark.long
 # Most forms that were damaged are refused.
-@settings(max_examples=examples(800))
+@settings(max_examples=examples(250))
 @given(
     st.one_of(
         st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join),

@@ -116,7 +116,7 @@ def stored(scheme: HashScheme) -> DecodedBatch:
     return batch(Writer(scheme).stored(list(range(96))))
 
 
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(800))
 @given(st.lists(st.tuples(change, st.booleans()), max_size=25), st.booleans())
 def test_the_kept_set_equals_a_new_search(changes: list[tuple[Any, bool]], replicas: bool) -> None:
     world = World(Elsewhere() if replicas else None)

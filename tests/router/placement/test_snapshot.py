@@ -258,7 +258,7 @@ def same_decision(found: Any, full: list[Candidate], tokens: int, knobs: PolicyS
     assert held.sole == (engines[first] if most > second else None)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_a_snapshot_equals_reading_the_fleet_again(data: st.DataObject) -> None:
     """Two equal fleets live through the same: one is seen by snapshots only, the other is read whole."""
