@@ -248,11 +248,14 @@ def common(a: list[int], b: list[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def judge_isolation(judged: Judged, prompts: Prompts, begin_s: float) -> Iterator[Violation]:
+def judge_isolation(judged: Judged, prompts: Prompts, fleet: Fleet, begin_s: float) -> Iterator[Violation]:
     """With isolation, cached tokens are at most what this tenant itself has sent."""
     one, said = judged.exchange, judged.told
     if one.request.prompts * one.request.answers > 1:
         return  # the hit may be on what a sibling has just computed
+    engines = [work.engine for work in fleet.works.get(one.request_id, ())]
+    if engines and engines.count(engines[-1]) > 1:
+        return  # or an earlier attempt, as at an engine that hung
     cached = 0 if said is None else said.cached_tokens or 0
     if cached:
         own = prompts.own(one.request.tenant, one.request_id, judged.expected.prompt)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import random
 import threading
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from tests.world.loop import DeadlockError, VirtualLoop, is_thread, run_in_thread
+from tests.world.loop import DeadlockError, VirtualLoop, freed_in_silence, is_thread, run_in_thread
 
 T = TypeVar("T")
 LIMIT_S = 3600.0
@@ -60,8 +61,21 @@ def run_with(
     **options: Any,
 ) -> T:
     """The same for what wants its loop; ``options`` are ``VirtualLoop``'s."""
-    loop = VirtualLoop(seed, **options)
+    killed: set[int] = set()
+    try:
+        return _run_with(main, VirtualLoop(seed, **options), limit_s, killed)
+    finally:
+        if killed:  # what their loop, which is gone now, has held
+            with freed_in_silence():
+                gc.collect()
 
+
+def _run_with(
+    main: Callable[[VirtualLoop], Coroutine[Any, Any, T]],
+    loop: VirtualLoop,
+    limit_s: float,
+    killed: set[int],
+) -> T:
     async def limited() -> T:
         async with asyncio.timeout(limit_s):
             return await main(loop)
@@ -70,6 +84,7 @@ def run_with(
         try:
             return loop.run_until_complete(limited())
         finally:
+            killed |= loop.killed
             _end(loop)
 
 

@@ -12,7 +12,7 @@ from tests.world.world import play
 _FOUND = found()
 
 
-@pytest.mark.parametrize("name", some(_FOUND, 3))  # `make world` plays them all
+@pytest.mark.parametrize("name", some(_FOUND, 7))  # `make world` plays them all
 def test_a_found_defect_stays_mended(name: str) -> None:
     plan = _FOUND[name]
     assert plan.why

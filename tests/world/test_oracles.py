@@ -29,7 +29,6 @@ from kvatlas.router.placement.load import LoadAccount
 from kvatlas.router.proxy.app import ProxyApp
 from kvatlas.router.replication.leases import Leases
 from kvatlas.router.replication.members import Membership
-from tests.support.examples import some
 from tests.world import kinds, oracles
 from tests.world.plan import ClientRequest, Fault, Plan
 from tests.world.truth import TRUTH_LENGTH_MAX
@@ -393,7 +392,8 @@ MUTATIONS: dict[str, tuple[str, str, Plan, Patch]] = {
 }
 
 
-@pytest.mark.parametrize("kind", some(sorted(_SEEDS), len(_SEEDS)))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", sorted(_SEEDS))
 def test_nothing_is_objected_to_without_a_defect(kind: str) -> None:
     assert play(small(kind), counts_calls=True).violations == []
 

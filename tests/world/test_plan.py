@@ -76,6 +76,7 @@ def test_shrinking_ends_after_its_bound() -> None:
     assert runs == 10
 
 
+@pytest.mark.long
 def test_a_violation_is_printed_with_its_plan_and_the_command_that_replays_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -131,7 +131,8 @@ class World:
         if judged.told is not None and judged.told.error:
             self.counts["error event"] += 1
         if "isolate" in self.plan.config.get("keys", {}):
-            self.violations += oracles.judge_isolation(judged, self.prompts, self.faults.begin_s)
+            begin_s = self.faults.begin_s
+            self.violations += oracles.judge_isolation(judged, self.prompts, self.fleet, begin_s)
         return judged
 
     async def _quiet(self) -> None:

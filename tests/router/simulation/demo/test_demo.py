@@ -73,6 +73,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_the_summary_is_one_json_object_and_beats_round_robin() -> None:
     with demo("--seconds", "1.5", "--engines", "2", "--json") as process:
         out, err = process.communicate()
