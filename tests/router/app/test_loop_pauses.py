@@ -1,25 +1,19 @@
 """No client and no gateway holds the router's loop, whatever it sends: the worst bodies, heads and frames
-that are known. And a usual request takes few steps."""
+that are known."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from types import FrameType
 
 import hpack
 import pytest
 
-import kvatlas.router.app
 from kvatlas.publisher.simulator.server import SimulatedEngine
-from kvatlas.router.config.schema import ServerConfig
-from kvatlas.router.fleet.settings import FleetSettings
 from kvatlas.router.http import h2_codec as h2
 from kvatlas.router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame
 from kvatlas.router.proxy.settings import ProxySettings
@@ -27,7 +21,7 @@ from kvatlas.router.services.epp.settings import EppSettings
 from tests.router.services.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses
 from tests.support.waiting import HANG_S, run_real, until
-from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routed, routing, running
+from tests.support.whole_router import Rig, configure, number, routing, running
 from tests.support.worst_bodies import worst_bodies
 
 pytestmark = pytest.mark.real  # CPU time
@@ -214,51 +208,3 @@ def test_no_frames_hold_the_loop() -> None:
             assert found.too_long == {}
 
     run_real(main(), 500)
-
-
-CALLS_MAX = {"gemma3-like": 242, "full": 254}
-"""By cache layout, Python calls within ``router/`` of one repeated chat before four engines that hold it,
-from its first byte to its receipt and its end in the request log: 276 at fb3277f2, without the log. A new
-ability that needs more takes it from elsewhere (benchmarks/results/request.md). Full attention keeps every
-block in flight, also what a prompt hits."""
-ROUTER = str(Path(kvatlas.router.app.__file__).parent)
-CHAT = "/v1/chat/completions"
-
-
-async def calls(rig: Rig, body: dict[str, object]) -> int:
-    """Calls of one request, and of what the router meanwhile does besides."""
-    found = 0
-
-    def enter(frame: FrameType, event: str, _: object) -> None:
-        nonlocal found
-        found += event == "call" and frame.f_code.co_filename.startswith(ROUTER)
-
-    sys.setprofile(enter)
-    try:
-        await rig.ok("POST", CHAT, body)
-        while not rig.idle:
-            await asyncio.sleep(0)
-        rig.router.accounts.books.settle()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-@pytest.mark.parametrize("groups", [pytest.param("gemma3-like", marks=pytest.mark.long), "full"])
-async def test_a_repeated_chat_takes_a_bounded_number_of_calls(groups: str) -> None:
-    body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": TEXT * 20}]}
-    seldom = FleetSettings(poll_interval_s=600.0, gauge_interval_s=600.0)
-    async with routed(*[{"groups": groups}] * 4, server=ServerConfig(port=0), fleet=seldom) as (rig, engines):
-        for engine in engines:
-            async with rig.session.post(engine.base_url + CHAT, json=body) as answer:
-                assert answer.status == 200
-        await rig.caught_up(*engines)
-        for _ in range(8):
-            await rig.ok("POST", CHAT, body)
-            await rig.over()
-        # The least of many: feeds and timers have their turn in some of them, on a busy machine in most.
-        counts = [await calls(rig, body) for _ in range(8)]
-        while min(counts) > CALLS_MAX[groups] and len(counts) < 1000:
-            counts.append(await calls(rig, body))
-        assert min(counts) <= CALLS_MAX[groups], sorted(counts)
-        assert rig.outcomes("exact") > 8
