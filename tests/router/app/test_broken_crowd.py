@@ -16,7 +16,7 @@ from kvatlas.router.proxy import turns
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL, configure, routing, running
 
-STREAMS, TOKENS, ANSWER, INTERVAL = 100, 1000, 200, 10
+STREAMS, TOKENS, ANSWER, INTERVAL = 200, 1000, 200, 10
 PREFILL_S = 2e-4
 ENGINE: dict[str, Any] = {
     "prefill_s_per_token": PREFILL_S,
